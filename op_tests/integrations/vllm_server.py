@@ -176,6 +176,7 @@ class Server:
             "idx_mapping_np": self.places, "expanded_idx_mapping": on(np.repeat(self.places, counts)),
             "expanded_local_pos": on(local), "cu_num_logits": on(bounds), "cu_num_logits_np": bounds,
             "seq_lens": on([length + len(each) for length, each in zip(lengths, drafts)]), "num_reqs": len(counts),
+            "num_tokens": len(ids) + 1,
             "seq_lens_cpu_upper_bound": torch.tensor([length + len(each) for length, each in zip(lengths, drafts)]),
         }  # fmt: skip
         return TABLE[ids].to(self.device), SimpleNamespace(**fields)

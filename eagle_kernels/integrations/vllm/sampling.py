@@ -93,22 +93,23 @@ class MatchSampler(Sampler):
         rows, requests: the places in vLLM's states of each row of logits, and of what has a seed and filters.
         """
         states = self.sampling_states
-        temperature, min_p, is_done = states.temperature.gpu[requests], None, self.returns_masks
+        of = lambda numbers: numbers.gpu.index_select(0, requests)  # noqa: E731
+        temperature, min_p, is_done = of(states.temperature), None, self.returns_masks
         has_top_k = not is_done and (states.top_k.np[idx_mapping_np] != states.vocab_size).any()
         has_top_p = not is_done and (states.top_p.np[idx_mapping_np] != 1.0).any()
         if not is_done and states.min_p.np[idx_mapping_np].any():
             if not (has_top_k or has_top_p):
-                min_p = states.min_p.gpu[requests]
+                min_p = of(states.min_p)
             else:  # vLLM's min-p comes before top-k and top-p, ours after them
                 logits, is_done = logits.to(torch.float32, copy=True), True
                 states.apply_temperature(logits, rows, idx_mapping_np)
                 states.apply_min_p(logits, rows, idx_mapping_np)
         return {
             "logits": logits,
-            "seeds": states.seeds.gpu[requests],
+            "seeds": of(states.seeds),
             "temperature": (temperature > 0).to(torch.float32) if is_done else temperature,
-            "top_k": states.top_k.gpu[requests] if has_top_k else None,
-            "top_p": states.top_p.gpu[requests] if has_top_p else None,
+            "top_k": of(states.top_k) if has_top_k else None,
+            "top_p": of(states.top_p) if has_top_p else None,
             "min_p": min_p,
         }
 
@@ -125,6 +126,13 @@ class MatchSampler(Sampler):
         return states.apply_top_k_top_p(logits, *rows)
 
 
+def inputs_of(batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the token and the position of each row of logits; all rows of a step are taken as they lie."""
+    rows = batch.logits_indices
+    rows = slice(len(rows)) if len(rows) == batch.num_tokens else rows
+    return batch.input_ids[rows], batch.positions[rows]
+
+
 class MatchVerifier(RejectionSampler):
     """vLLM's verification of chains, by sample and match."""
 
@@ -134,6 +142,7 @@ class MatchVerifier(RejectionSampler):
         is_synthetic = self.synthetic_conditional_rates is not None
         self.rates = torch.tensor(rates, dtype=torch.float32, device=device) if is_synthetic else None
         self._links: tuple[torch.Tensor, ...] = ()
+        self._fronts: dict[int, tuple[torch.Tensor, ...]] = {}  # of the links, by batch size
 
     def __call__(self, logits, input_batch, *given) -> SamplerOutput:
         """Draws at each row and accepts drafts as far as they are drawn; see `RejectionSampler`."""
@@ -143,8 +152,7 @@ class MatchVerifier(RejectionSampler):
         if self.rates is not None and not self.is_whole(logits, places):
             return super().__call__(logits, input_batch, *given)
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
-        drafts = input_batch.input_ids[input_batch.logits_indices]
-        pos = input_batch.positions[input_batch.logits_indices]
+        drafts, pos = inputs_of(input_batch)
         processed, sampled, num_sampled = self._verify(
             logits, None, drafts, pos, input_batch.cu_num_logits, input_batch.idx_mapping, places,
             input_batch.expanded_idx_mapping, input_batch.expanded_local_pos,
@@ -210,16 +218,22 @@ class MatchVerifier(RejectionSampler):
             # since 0.31 vLLM makes all drafts of a request up before there are any
             is_refused, drafts = drafts[:, 1] < 0, drafts.clamp(min=0)
         out = self.walk(parameters, drafts, self._chains(len(drafts), drafts.device), pos, num_nodes - 1)
-        count = out.accept_token_num if is_refused is None else out.accept_token_num.masked_fill(is_refused, 0)
-        return out.predicts.view(-1, num_nodes).to(torch.int64), count + 1
+        if "temperature" in parameters:
+            tokens, count = out.tokens, out.accept_lengths
+        else:  # two launches in the place of `verify_commit` are cheaper for the host
+            tokens, count = out.predicts.view(-1, num_nodes).to(torch.int64), out.accept_token_num + 1
+        return tokens, count if is_refused is None else count.masked_fill(is_refused, 1)
 
     def walk(self, parameters: dict, drafts, links, pos, spec_steps: int):
-        """Returns what `verify_tree_greedy` or `verify_tree_sampled` does of drafts [B, N], as the parameters ask."""
+        """Returns what `verify_tree_greedy` or `verify_tree_sampled` does of drafts [B, N], as the parameters ask; of
+        the latter with what `verify_commit` gives."""
         verify = verify_tree_sampled if "temperature" in parameters else verify_tree_greedy
         parameters = parameters | {"spec_steps": spec_steps}
         parameters["target_logits"] = parameters.pop("logits")
         if self.rates is not None:
             parameters |= {"accept_policy": "simulate", "simulated_rates": self.rates}
+        if verify is verify_tree_sampled:
+            parameters["seq_lens"] = parameters["seeds"]  # any numbers: nothing reads the lengths that follow
         if verify is verify_tree_sampled or self.rates is not None:
             parameters["positions"] = pos
         return verify(drafts, *links, **parameters)
@@ -231,8 +245,10 @@ class MatchVerifier(RejectionSampler):
             index = torch.arange(batch_size * num_nodes, device=device).view(batch_size, num_nodes)
             child = torch.arange(1, num_nodes + 1, device=device).expand(batch_size, -1).contiguous()
             child[:, -1] = -1
-            self._links = (index, child, torch.full_like(child, -1))
-        return tuple(links[:batch_size] for links in self._links)
+            self._links, self._fronts = (index, child, torch.full_like(child, -1)), {}
+        if batch_size not in self._fronts:
+            self._fronts[batch_size] = tuple(links[:batch_size] for links in self._links)
+        return self._fronts[batch_size]
 
 
 def _match(tokens, drafts, bounds, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:

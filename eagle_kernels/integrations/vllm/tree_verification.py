@@ -10,9 +10,9 @@ from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from ...ops import penalize_logits
+from ...ops import penalize_logits, verify_commit
 from .parts import SWITCHES
-from .sampling import PROCESSED, MatchVerifier
+from .sampling import PROCESSED, MatchVerifier, inputs_of
 from .trees import Trees, to_device
 
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -34,28 +34,21 @@ class TreeVerifier(MatchVerifier):
         places, num_nodes = batch.idx_mapping_np, trees.shape.num_nodes
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         wants = sampler.sampling_states.max_num_logprobs(places) != -1
-        rows = batch.logits_indices
-        drafts, pos, of_request = batch.input_ids[rows], batch.positions[rows], batch.expanded_idx_mapping
+        (drafts, pos), of_request = inputs_of(batch), batch.expanded_idx_mapping
         is_whole = self.is_whole(logits, places)
         if not is_whole:  # all requests get N rows; those that are not there repeat the last one, and nothing matches
             filled, is_there = self._filled(batch)
             logits, pos, of_request = logits[filled], pos[filled], of_request[filled]
             drafts = torch.where(is_there, drafts[filled], -1)
-        drafts = drafts.view(-1, num_nodes)
-        self._leave_unknown(batch, drafts)
+        drafts = self._without_unknown(batch, drafts.view(-1, num_nodes))
         raw = logits
         if wants and sampler.logprobs_mode.startswith("raw_"):
             logits = logits.clone()
         links = self._chains(len(drafts), drafts.device)[0], trees.current[1], trees.current[2]
         adjusted = self._adjust(logits, drafts, links, pos, of_request, batch)
         parameters = self.parameters(adjusted, of_request, batch.idx_mapping, places)
-        out = self.walk(parameters, drafts, self._walked(links), pos, trees.shape.depth)
-        size = len(drafts)
-        trees.num_accepted.fill_(-1)
-        trees.num_accepted[:size] = out.accept_token_num
-        trees.accept_index[:size] = out.accept_index
-        path, num_sampled = out.accept_index.clamp(min=0), out.accept_token_num + 1
-        sampled = out.predicts[path].to(torch.int64)
+        path, number, sampled, num_sampled = self._accept(parameters, drafts, self._walked(links), pos)
+        trees.note(path, number)
         logprobs = None
         if wants:
             processed = sampler.processed(adjusted, of_request, places, wants)
@@ -69,7 +62,15 @@ class TreeVerifier(MatchVerifier):
     def verify_whole(self, parameters: dict, drafts, pos):
         """Walks chains as trees, to compile what walks trees."""
         drafts = drafts.view(-1, self.trees.shape.num_nodes)
-        return self.walk(parameters, drafts, self._chains(len(drafts), drafts.device), pos, self.trees.shape.depth)
+        return self._accept(parameters, drafts, self._chains(len(drafts), drafts.device), pos)
+
+    def _accept(self, parameters: dict, drafts, links, pos) -> tuple[torch.Tensor, ...]:
+        """Returns the path int32 [B, S + 1] in each tree, b * N + node, how many drafts it has, its tokens int64 [B,
+        S + 1] and the one after them, and how many these are; -1 padded."""
+        out = done = self.walk(parameters, drafts, links, pos, self.trees.shape.depth)
+        if "temperature" not in parameters:
+            done = verify_commit(*out, out.accept_token_num)  # in the place of lengths that nobody needs
+        return out.accept_index, out.accept_token_num, done.tokens, done.accept_lengths
 
     def _filled(self, batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns for each node of each request its row of logits int64 [B * N], and whether it is there."""
@@ -78,12 +79,14 @@ class TreeVerifier(MatchVerifier):
         filled = bounds[:-1, None] + torch.minimum(node, counts - 1)
         return filled.flatten(), (node < counts).flatten()
 
-    def _leave_unknown(self, batch, drafts: torch.Tensor) -> None:
-        """Lets no draft match where a grammar's masks after the first are missing; see grammars.py."""
+    def _without_unknown(self, batch, drafts: torch.Tensor) -> torch.Tensor:
+        """Returns drafts of which none matches where a grammar's masks after the first are missing; see grammars.py."""
         unknown = getattr(batch, "eagle_kernels_unknown", ())
-        places = [place for place, request in enumerate(batch.req_ids) if request in unknown]
+        places = [place for place, request in enumerate(batch.req_ids) if request in unknown] if unknown else ()
         if places:
+            drafts = drafts.clone()
             drafts[to_device(torch.tensor(places, dtype=torch.int64, device="cpu"), drafts.device), 1:] = -1
+        return drafts
 
     def _walked(self, links: tuple) -> tuple:
         """Returns the links that are walked. Synthetic acceptance walks nodes at even distances as if they were a path.
@@ -130,7 +133,7 @@ class TreeVerifier(MatchVerifier):
         """Returns the rows of accepted paths before others, int64 [rows of logits], as vLLM pairs them with tokens."""
         num_nodes, bounds = self.trees.shape.num_nodes, torch.from_numpy(batch.cu_num_logits_np).long()
         order = torch.arange(len(path) * num_nodes, device=path.device).view(-1, num_nodes)
-        order[:, : path.shape[1]] = path
+        order[:, : path.shape[1]] = path.clamp(min=0)
         skipped = (torch.arange(len(path), device="cpu") * num_nodes - bounds[:-1]).repeat_interleave(bounds.diff())
         return order.flatten()[to_device(skipped + torch.arange(len(skipped), device="cpu"), path.device)]
 

@@ -92,6 +92,7 @@ class Trees:
     row_mask: int64 [T, W], what each row of a step sees of the rows of its own request. CUDA graphs read it, and:
     accept_index: int32 [R, S + 1], b * N + node of the paths that were accepted last, -1 padded, by row of the batch.
     num_accepted: int32 [R], without the root; -1 for a row without a request, and for all where there were no trees.
+    num_noted: how many of its first rows may be others than -1.
     """
 
     def __init__(self, shape: TreeShape, max_requests: int, max_rows: int, device: torch.device):
@@ -108,6 +109,7 @@ class Trees:
         self.row_mask = self.chain[3:, 0, :1].T.repeat(max_rows, 1)
         self.accept_index = torch.full((max_requests, shape.depth + 1), -1, dtype=torch.int32, device=device)
         self.num_accepted = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
+        self.num_noted = 0
 
     def lay_out(self, batch) -> None:
         """Gives the rows of a step, of vLLM's InputBatch, the positions of their depths, and their masks."""
@@ -125,7 +127,7 @@ class Trees:
         if self.current is not None:
             if check.DEBUG:
                 self._check_rows(batch)
-            batch.positions[: batch.num_tokens] += of_row[0]
+            batch.positions[: batch.num_tokens].add_(of_row[0])  # += would also copy them onto themselves
 
     @staticmethod
     def _check_rows(batch) -> None:
@@ -156,8 +158,16 @@ class Trees:
 
     def forget(self) -> None:
         """Notes that a step has no trees: nothing moves."""
-        self.current = None
+        self.current, self.num_noted = None, 0
         self.num_accepted.fill_(-1)
+
+    def note(self, path: torch.Tensor, number: torch.Tensor) -> None:
+        """Notes what was accepted of the trees of a step, [B, S + 1] and [B]."""
+        size = len(number)
+        self.accept_index[:size], self.num_accepted[:size] = path, number
+        if size < self.num_noted:
+            self.num_accepted[size : self.num_noted] = -1
+        self.num_noted = size
 
     def keep(self, places: torch.Tensor, drafted: torch.Tensor) -> None:
         """Keeps new trees, as in `state`, of the requests at these places."""
