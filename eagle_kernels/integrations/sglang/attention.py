@@ -308,12 +308,13 @@ class DraftLevels:
         self.has_window = first.sliding_window_size is not None
         self.offsets = torch.arange(speculative_num_steps, device=self.device).repeat(topk)
         self.static_positions = self.offsets.new_empty(0)
+        self._fronts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # of positions and masks, by batch size
         self.key_positions = self.static_positions  # [B * K * S], of the drafts; read where there is a window
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if max_bs > len(self.lists.lengths):
             self.lists = PageLists(self.lists.req_to_token, self.page_size, max_bs, self.num_keys)
-            self.static_positions = self.offsets.new_empty(max_bs * self.num_keys)
+            self.static_positions, self._fronts = self.offsets.new_empty(max_bs * self.num_keys), {}
             for step in self.attn_backends:
                 step.static_masks = step.masks_for(max_bs)
 
@@ -330,9 +331,12 @@ class DraftLevels:
         batch_size = forward_batch.batch_size
         seq_lens = forward_batch.seq_lens[:batch_size]
         self.lists.list_static(forward_batch.req_pool_indices[:batch_size], seq_lens, self.num_keys)
-        self.key_positions = self.static_positions[: batch_size * self.num_keys]
-        for step in self.attn_backends:
-            step.masks = step.static_masks[:batch_size]
+        if batch_size not in self._fronts:
+            masks = [step.static_masks[:batch_size] for step in self.attn_backends]
+            self._fronts[batch_size] = self.static_positions[: batch_size * self.num_keys], masks
+        self.key_positions, masks = self._fronts[batch_size]
+        for step, mask in zip(self.attn_backends, masks):
+            step.masks = mask
         self._place_drafts(forward_batch, seq_lens)
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:

@@ -13,15 +13,16 @@ def move_accept_tokens_to_target_kvcache(original, batch, accept_index, num_corr
     slots, batch_size = batch.out_cache_loc, len(batch.seq_lens)
     make = lambda size, dtype: torch.empty(size, dtype=dtype, device=slots.device)  # noqa: E731
     # slot 0 is SGLang's for padding: what no path uses is copied from there to there
-    source, target = torch.zeros(2, accept_index.numel(), dtype=torch.int64, device=slots.device)
-    indptr, free = make(2 * (batch_size + 1), torch.int32).view(2, -1), make(0, torch.int64)
+    size = accept_index.numel()
+    source, target = torch.zeros(2, size + size % 2, dtype=torch.int64, device=slots.device)[:, :size].unbind()
+    bounds = [make(batch_size + 1, torch.int32) for _ in range(2)]
     accepted_cache_locs(
         slots,
         num_correct_drafts,
         accept_index,
         num_verify_tokens=len(slots) // batch_size,
         keep_unused=True,
-        out=Output(indptr[0], source, target, indptr[1], free, make(2, torch.int32)),
+        out=Output(bounds[0], source, target, bounds[1], make(0, torch.int64), make(2, torch.int32)),
     )
     token_to_kv_pool_allocator.get_kvcache().move_kv_cache(target, source)
 

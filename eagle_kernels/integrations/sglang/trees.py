@@ -29,7 +29,7 @@ def build_tree_kernel_efficient(
         )  # fmt: skip
     batch_size, device = len(seq_lens), seq_lens.device
     make = lambda *shape: torch.empty(shape, dtype=torch.int64, device=device)  # noqa: E731
-    links = make(3, batch_size, num_verify_tokens)
+    links = [make(batch_size, num_verify_tokens) for _ in range(3)]
     if tree_mask_buf is None:
         mask = make(batch_size, num_verify_tokens, num_words(num_verify_tokens))
     else:

@@ -100,7 +100,8 @@ def _adjust(logits: torch.Tensor, sampling) -> None:
 def _probs(logits: torch.Tensor, sampling, num_nodes: int) -> torch.Tensor:
     """Returns the probabilities of every node, fp32 [B * N, V], with temperature, top-k and top-p."""
     rows = lambda values: values.repeat_interleave(num_nodes, 0)  # noqa: E731
-    probs = torch.softmax(logits / rows(sampling.temperatures), -1, dtype=torch.float32)
+    scaled = logits.view(-1, num_nodes, logits.shape[-1]) / sampling.temperatures[:, None]
+    probs = torch.softmax(scaled.flatten(0, 1), -1, dtype=torch.float32)
     if sampling.need_top_k_sampling:
         probs = sgl_kernel.top_k_renorm_prob(probs, rows(sampling.top_ks))
     if sampling.need_top_p_sampling:
