@@ -281,9 +281,11 @@ def _markdown(value) -> str:
     parts = re.split(r"^([A-Z][a-z]+):\n(?=    )", text, flags=re.MULTILINE)
     written = [_prose(parts[0])]
     for head, body in zip(parts[1::2], parts[2::2]):
-        body = _ARGUMENT_RAISES.sub("", textwrap.dedent(body)).strip()
-        if not body:
+        first, _, rest = _ARGUMENT_RAISES.sub("", textwrap.dedent(body)).strip().partition("\n")
+        if not first:
             continue
+        is_cut = _ARGUMENT_RAISES.search(body) is not None  # so the next lines hang from nothing
+        body = f"{first}\n{textwrap.dedent(rest) if is_cut else rest}".strip()
         if head == "Example":
             written.append(f"**Example**\n\n```python\n{body}\n```")
         elif head in _LISTS:
@@ -309,7 +311,7 @@ def _entries(body: str, shown: dict[str, str], own: Sequence[str]) -> str:
             names = match[2].replace("`", "").split(", ")
             is_left_out = names[0] in own
             line = f"- {', '.join(f'`{shown.get(name, name)}`' for name in names)}: {line[match.end() :]}"
-        elif line[:1].strip() and lines and lines[-1][:1] in ("-", " "):
+        elif line[:1].strip() and lines and lines[-1].startswith(("- `", " ")):
             lines.append("")  # a paragraph after a list, not part of its last item
         if not is_left_out:
             lines.append(" " * depth + line.strip())

@@ -228,10 +228,10 @@ REFUSED = {
               "--kv-cache-dtype fp8_e5m2; use one of auto, float16, bfloat16, fp8, fp8_e4m3"),
     "LoRA": ({"lora_config": "some"}, "LoRA with speculation"),
     "blocks": ({"speculative_rejection_sample_method": "block"},
-               "rejection_sample_method 'block'; standard or synthetic"),
-    "drafts": ({"speculative_draft_sample_method": "probabilistic"}, "draft_sample_method 'probabilistic'; greedy"),
+               "rejection_sample_method 'block'; use standard or synthetic"),
+    "drafts": ({"speculative_draft_sample_method": "probabilistic"}, "draft_sample_method 'probabilistic'; use greedy"),
     # what came after 0.26
-    "fly": ({"speculative_rejection_sample_method": "fly"}, "rejection_sample_method 'fly'; standard or synthetic"),
+    "fly": ({"speculative_rejection_sample_method": "fly"}, "rejection_sample_method 'fly'; use standard or synthetic"),
     "adaptive": ({"speculative_enable_adaptive_verification": True}, "enable_adaptive_verification"),
     "shards": ({"parallel_enable_batch_sharded_sampling": True}, "--enable-batch-sharded-sampling"),
     "watermarks": ({"watermark_config": "some"}, "--watermark-config"),
@@ -255,7 +255,7 @@ def test_it_refuses(name):
     ("version", "fields", "text"),
     [
         ("0.26.0", {}, None),
-        ("0.33.0", {}, "latent attention (MLA) in vLLM 0.33.0; 0.26.x"),
+        ("0.33.0", {}, "latent attention (MLA) in vLLM 0.33.0; use 0.26.x"),
         ("0.26.0", {"index_topk": 64}, "sparse attention over latents (DSA)"),
     ],
 )

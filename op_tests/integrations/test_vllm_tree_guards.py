@@ -97,10 +97,10 @@ def test_wrong_shapes_are_refused(asked, tokens, told):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"method": "dflash"}, "method 'dflash'; eagle, eagle3, mtp"),
-        ({"method": "mtp", "is_gemma4": True}, "method 'mtp'; eagle, eagle3, mtp"),
-        ({"attention_backend": THEIRS}, "attention_backend FLASH_ATTN of drafts; CUSTOM"),
-        ({"attention_backend": None}, "attention_backend None of drafts; CUSTOM"),
+        ({"method": "dflash"}, "method 'dflash'; use eagle, eagle3, mtp"),
+        ({"method": "mtp", "is_gemma4": True}, "method 'mtp'; use eagle, eagle3, mtp"),
+        ({"attention_backend": THEIRS}, "attention_backend FLASH_ATTN of drafts; use CUSTOM"),
+        ({"attention_backend": None}, "attention_backend None of drafts; use CUSTOM"),
         ({"num_speculative_tokens_per_batch_size": [(1, 4, 2)]}, "num_speculative_tokens_per_batch_size"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size above 1"),
         ({"data_parallel_size": 2}, "--data-parallel-size above 1"),
@@ -111,7 +111,7 @@ def test_wrong_shapes_are_refused(asked, tokens, told):
     ],
 )  # fmt: skip
 def test_what_trees_do_not_support_is_refused(changes, told):
-    assert guards.refusals(configuration(**changes)) == [f"{told} with trees of drafts"]
+    assert guards.refusals(configuration(**changes)) == [f"with trees of drafts {told}"]
     chains = configuration(**changes, additional_config={})
     assert guards.refusals(chains) == []
 
@@ -120,7 +120,7 @@ def test_what_trees_do_not_support_is_refused(changes, told):
 def test_trees_need_all_parts(monkeypatch, asked):
     monkeypatch.setenv(parts.VARIABLE, asked)
     names = ", ".join(sorted(asked.split(",")))
-    assert guards.refusals(configuration()) == [f"parts but {names}; all with trees of drafts"]
+    assert guards.refusals(configuration()) == [f"with trees of drafts some of the parts ({names}); use all"]
 
 
 def test_trees_need_our_backend(monkeypatch):
@@ -135,7 +135,7 @@ def test_trees_need_our_backend(monkeypatch):
 
 def test_trees_need_a_version_that_drafts_as_ours_expects(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.33.0")
-    assert guards.refusals(configuration()) == ["vLLM 0.33.0; 0.26.x with trees of drafts"]
+    assert guards.refusals(configuration()) == ["with trees of drafts vLLM 0.33.0; use 0.26.x"]
 
 
 @pytest.mark.parametrize(

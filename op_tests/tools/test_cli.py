@@ -78,8 +78,8 @@ def test_generate_prints_prompt_text_and_table(capsys):
 
 def test_compare_adds_plain_decoding(shown):
     _, table = shown("--max-new-tokens", 24, "--compare")
-    assert list(table)[-3:] == ["plain tokens/s", "speedup", "identical"]
-    assert table["identical"] == "yes" and table["speedup"].endswith("x")
+    assert list(table)[-3:] == ["plain tokens/s", "speedup of warm steps", "identical"]
+    assert table["identical"] == "yes" and table["speedup of warm steps"].endswith("x")
 
 
 @pytest.mark.parametrize("prompts", [["def f("], ["def f(", "class A"]], ids=len)
@@ -110,7 +110,7 @@ def test_accept_policies(shown, policy, mean, per_depth):
     assert table["accepted at depth 1, 2, ..."] == per_depth
     is_own = policy == ["reject_all"]
     assert table["identical"] == ("yes" if is_own else f"not compared: with {policy[0]} texts differ by design")
-    assert table["speedup"].endswith("x")
+    assert table["speedup of warm steps"].endswith("x")
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_the_table_shows_what_json_holds(capsys, monkeypatch):
         "tokens/s": f"{16 / report['decode_time_s']:.1f}",
         "seed": "{}, {}".format(*report["seeds"]),
         "plain tokens/s": f"{report['plain_tokens_per_second']:.1f}",
-        "speedup": f"{report['mean_accept_length'] * report['plain_step_ms'] / report['warm_step_ms']:.2f}x",
+        "speedup of warm steps": f"{report['mean_accept_length'] * report['plain_step_ms'] / report['warm_step_ms']:.2f}x",
         "identical": "yes",
     }
     assert report["plain_tokens_per_second"] == pytest.approx(2e3 / report["plain_step_ms"])  # 2 rows, all of its steps

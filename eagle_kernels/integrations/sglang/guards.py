@@ -58,7 +58,7 @@ def refusals(server_args) -> list[str]:
     refuse(getattr(server_args, "attn_cp_size", 1) > 1, "context parallelism (--attn-cp-size above 1)")
     refuse(os.environ.get("SGLANG_USE_HND_KVCACHE", "0").lower() in ("1", "true"), "SGLANG_USE_HND_KVCACHE=1")
     algorithm = server_args.speculative_algorithm
-    refuse(algorithm not in SPECULATIVE, f"--speculative-algorithm {algorithm}; EAGLE, EAGLE3, NEXTN or STANDALONE")
+    refuse(algorithm not in SPECULATIVE, f"--speculative-algorithm {algorithm}; use EAGLE, EAGLE3, NEXTN or STANDALONE")
     if algorithm in SPECULATIVE[1:]:
         topk, steps = server_args.speculative_eagle_topk or 1, server_args.speculative_num_steps or 1
         nodes = server_args.speculative_num_draft_tokens or 1
@@ -104,7 +104,7 @@ def refusals_to_match(server_args) -> list[str]:
     ]
     algorithm = server_args.speculative_algorithm
     if algorithm not in SPECULATIVE:
-        found.append(f"--speculative-algorithm {algorithm}; EAGLE, EAGLE3, NEXTN or STANDALONE")
+        found.append(f"--speculative-algorithm {algorithm}; use EAGLE, EAGLE3, NEXTN or STANDALONE")
     mode = getattr(server_args, "disaggregation_mode", "null")
     return found + ([] if mode == "null" else [f"--disaggregation-mode {mode}"])
 

@@ -43,10 +43,10 @@ def refusals(config) -> list[str]:
         refuse(getattr(speculation, "enable_adaptive_verification", False), "enable_adaptive_verification")
     if speculation is not None and "verify" in asked:
         method, drafts = speculation.rejection_sample_method, speculation.draft_sample_method
-        refuse(method not in METHODS, f"rejection_sample_method {method!r}; {' or '.join(METHODS)}")
-        refuse(drafts != "greedy", f"draft_sample_method {drafts!r}; greedy")
+        refuse(method not in METHODS, f"rejection_sample_method {method!r}; use {' or '.join(METHODS)}")
+        refuse(drafts != "greedy", f"draft_sample_method {drafts!r}; use greedy")
     if shape_of(config) is not None:
-        found += [f"{reason} with trees of drafts" for reason in tree_refusals(config, asked)]
+        found += [f"with trees of drafts {reason}" for reason in tree_refusals(config, asked)]
     return found
 
 
@@ -54,7 +54,7 @@ def latent_refusals(model) -> list[str]:
     """Returns why attention over the latents of this model cannot be ours."""
     version = installed_version("vllm")
     reasons = {
-        f"latent attention (MLA) in vLLM {version}; {LATENT_VERSIONS}x": not version.startswith(LATENT_VERSIONS),
+        f"latent attention (MLA) in vLLM {version}; use {LATENT_VERSIONS}x": not version.startswith(LATENT_VERSIONS),
         "sparse attention over latents (DSA)": hasattr(model.hf_text_config, "index_topk"),
     }
     return [reason for reason, holds in reasons.items() if holds]
@@ -66,11 +66,11 @@ def tree_refusals(config, asked: frozenset[str]) -> list[str]:
     version, method = installed_version("vllm"), speculation.method
     backend, dtype = speculation.attention_backend, config.cache_config.cache_dtype
     if not version.startswith(TREE_VERSIONS):
-        return [f"vLLM {version}; {TREE_VERSIONS}x"]
+        return [f"vLLM {version}; use {TREE_VERSIONS}x"]
     reasons = {
-        f"parts but {', '.join(sorted(asked))}; all": asked != frozenset(PARTS),
-        f"method {method!r}; {', '.join(TREE_METHODS)}": method not in TREE_METHODS or speculation.use_gemma4_mtp(),
-        f"attention_backend {getattr(backend, 'name', backend)} of drafts; {backend_name()}": (
+        f"some of the parts ({', '.join(sorted(asked))}); use all": asked != frozenset(PARTS),
+        f"method {method!r}; use {', '.join(TREE_METHODS)}": method not in TREE_METHODS or speculation.use_gemma4_mtp(),
+        f"attention_backend {getattr(backend, 'name', backend)} of drafts; use {backend_name()}": (
             getattr(backend, "name", backend) != backend_name()
         ),
         "num_speculative_tokens_per_batch_size": speculation.num_speculative_tokens_per_batch_size is not None,

@@ -186,8 +186,8 @@ def tree_attention(
         ValueError, TypeError: an argument breaks a rule above.
         A float8 dtype that the GPU lacks is refused. Not checked: each indptr, max_query, lengths (0 to what the pages
         hold, with draft keys in the pool), and ids of seen pages; nothing outside the pool is read. A row of
-        `block_table` that is -1 throughout, or has no prefix, may pad the batch: its draft keys are not checked. Never
-        checked: values of draft keys must be finite, whether a row sees them or not.
+        `block_table` that is -1 throughout, or has no prefix, may pad the batch: its draft keys are not checked. Nor
+        are values of draft keys, which must be finite, whether a row sees them or not.
 
     Source:
         SpecInfer, https://arxiv.org/abs/2305.09781 (tree attention), on Flash-Decoding; sinks as in gpt-oss. The packed

@@ -161,7 +161,7 @@ def _table(report: dict[str, Any], results: list[dict[str, Any]], stats: Generat
     if "plain_tokens_per_second" in report:
         rows.append(("plain tokens/s", f"{report['plain_tokens_per_second']:.1f}"))
         if stats.speedup is not None:
-            rows.append(("speedup", f"{stats.speedup:.2f}x"))
+            rows.append(("speedup of warm steps", f"{stats.speedup:.2f}x"))
         rows.append(("identical", _agreement(results, config)))
     return as_lines(rows)
 
