@@ -295,7 +295,7 @@ REFUSED = {
     "layers": ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
     "context": ({"dcp_size": 2}, "decode context parallelism (--dcp-size above 1)"),
     "algorithm": ({"speculative_algorithm": "DFLASH"},
-                  "--speculative-algorithm DFLASH; EAGLE, EAGLE3, NEXTN or STANDALONE"),
+                  "--speculative-algorithm DFLASH; use EAGLE, EAGLE3, NEXTN or STANDALONE"),
     "nodes": ({"speculative_num_draft_tokens": 257}, "trees of 257 nodes; at most 256"),
     "topk": ({"speculative_eagle_topk": 17}, "--speculative-eagle-topk 17; at most 16"),
     "keys": ({"speculative_eagle_topk": 4, "speculative_num_steps": 129}, "topk * steps = 516; at most 512"),
@@ -328,7 +328,7 @@ def test_it_refuses(started, name):
         ({"enable_dp_attention": True}, "--enable-dp-attention"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
         ({"enable_custom_logit_processor": True}, "--enable-custom-logit-processor"),
-        ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH; EAGLE, EAGLE3, NEXTN or STANDALONE"),
+        ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH; use EAGLE, EAGLE3, NEXTN or STANDALONE"),
     ],
 )
 @pytest.mark.parametrize("rule", ["coins", "match"])
