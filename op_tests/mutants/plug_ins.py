@@ -158,7 +158,7 @@ MUTANTS = [
         "drafts = draft_sampled if verify_draft_sampled is None else verify_draft_sampled", "drafts = draft_sampled",
         *_of("vllm_sampling", "test_drafts_that_a_grammar_forbids_are_refused")),
     bug("drafts that vLLM made up accepted by synthetic rates", VLLM + "sampling.py",
-        ".masked_fill(is_refused, 0)", "",
+        ".masked_fill(is_refused, 1)", "",
         *_of("vllm_sampling", "test_drafts_before_there_were_any_are_refused[0.33-synthetic]")),
     bug("a grammar in vLLM after the row before in place of the parent", VLLM + "grammars.py",
         "states[node >> PARENT]", "states[-1]",
