@@ -21,7 +21,7 @@ SHAPES = [(2, 1, 4, 5), (2, 4, 3, 8), (1, 8, 5, 16), (2, 1, 1, 1)]
 @pytest.fixture(params=FORMS)
 def form(request, monkeypatch):
     """How the target's tokens come; both ways to scan logits, whatever the shapes say, in one slice of 128 tokens."""
-    monkeypatch.setattr(launch, "_knows_triton", lambda: False)
+    monkeypatch.setattr(launch, "_can_plan", lambda: False)
     monkeypatch.setattr(op, "scans_all_rows", lambda *sizes: request.param == "all rows")
     for table in ("ROWS_TUNING", "LEVEL_TUNING"):
         monkeypatch.setattr(op, table, {"default": getattr(op, table)["default"] | {"BLOCK_VOCAB": 128}})
@@ -75,7 +75,7 @@ def test_reaches_the_wished_depth(shape, policy, form, device):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sampled_walks_reach_it_too(shape, policy, filters, way, device, monkeypatch):
     """Whichever way rows are drawn: all at once, by launches of their own, or by the next level's scan."""
-    monkeypatch.setattr(launch, "_knows_triton", lambda: False)
+    monkeypatch.setattr(launch, "_can_plan", lambda: False)
     monkeypatch.setattr(sampled, "draws_all_rows", lambda *sizes: way == "all rows")
     values = make(*shape, policy=policy, form="logits", device=device)
     batch_size = len(values["candidates"])

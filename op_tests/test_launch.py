@@ -159,11 +159,11 @@ def test_allocated_scratch_is_fresh_in_every_call(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "stand_in", "recorded", "replayed"),
-    [("_knows_triton", lambda: False, 0, 0), ("_guards", lambda tensors: None, 1, 2)],
+    [("_knows_triton", lambda: False, 1, 2), ("_guards", lambda tensors: None, 1, 2)],
     ids=["an unknown triton", "no guards of torch"],
 )
 def test_what_may_be_missing(name, stand_in, recorded, replayed, plans, monkeypatch, device):
-    """Of an unknown triton all calls go to the public path; without the guards of torch plans are run all the same."""
+    """Plans are run all the same: an unknown triton launches by itself."""
     monkeypatch.setattr(launch_module, name, stand_in)
     values = make_tree(5, 4, 3, 13, device=device)
     for _ in range(3):
@@ -268,8 +268,10 @@ def pretend(monkeypatch):
         out = torch.empty(4) if out is None else out
         run = lambda *args: notes.append(args)  # noqa: E731
         compiled = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+        arguments = {"x": x, "workspace": workspace, "scratch": scratch, "factor": factor, "out": out}
+        kernel, arguments = SimpleNamespace(arg_names=[*arguments]), arguments | {"num_warps": 4}
         if launch_module._recording.launches is not None:
-            launch_module._recording.launches.append((compiled, (7, 2), [x, workspace, scratch, factor, out]))
+            launch_module._recording.launches.append(recorded.Recorded(kernel, compiled, (7, 2), arguments))
         notes.append("public")
         return out
 
@@ -277,6 +279,7 @@ def pretend(monkeypatch):
     triton = SimpleNamespace(runtime=SimpleNamespace(driver=driver))
     monkeypatch.setattr(launch_module, "language", SimpleNamespace(triton=triton))
     monkeypatch.setattr(launch_module, "_can_plan", lambda: True)
+    monkeypatch.setattr(launch_module, "_knows_triton", lambda: True)
     monkeypatch.setattr(launch_module, "_current_device", lambda: 0)
     monkeypatch.setattr(launch_module, "_empty", lambda *spec: torch.empty_strided(*spec[:2], dtype=spec[2]))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
@@ -297,6 +300,35 @@ def test_a_replay_hands_over_what_the_launcher_would(pretend):
     fresh = [scale(first, factor=2) for _ in range(3)]
     assert len({tensor.data_ptr() for tensor in fresh}) == 3 and notes[-1][-1] == fresh[-1].data_ptr()
     assert notes.count("public") == 2
+
+
+@pytest.mark.parametrize("path", [
+    "attention.gqa_decode", "kv.kv_indices", "kv.move_accepted_kv", "nn.rms_norm", "sampling.sample_from_logits",
+    "tree.build_tree", "verify.verify_commit",
+])  # fmt: skip
+def test_an_unknown_triton_is_handed_tensors(path, device, monkeypatch):
+    """With bundles, constants and workspaces, as the launcher hands them over; views with another dtype are left to it,
+    which `move_accepted_kv` has."""
+    monkeypatch.setattr(launch_module, "_knows_triton", lambda: False)
+    if device.type == "cpu":
+        monkeypatch.setattr(launch_module, "_current_device", lambda: 0)
+        monkeypatch.setattr(launch_module, "_empty", lambda *spec: torch.empty_strided(*spec[:2], dtype=spec[2]))
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    name, ran, run = path.partition(".")[2], [], launch_module._Plan.run
+    monkeypatch.setattr(launch_module._Plan, "run", lambda self, *call: ran.append(self) or run(self, *call))
+    call = launch_module.launcher(getattr(eagle_kernels.raw, name).__wrapped__)
+    _, values = next(iter(module_of_tests(path).ahead_of_time_cases()))
+    seen = []
+    for _ in range(3):
+        given = {key: value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+                 for key, value in values.items()}  # fmt: skip
+        result = call(**given)
+        result = result if isinstance(result, tuple) else () if result is None else (result,)
+        seen.append([*result, *(value for value in given.values() if isinstance(value, torch.Tensor))])
+    assert len(ran) == (0 if name == "move_accepted_kv" else 2)
+    for again in seen[1:]:
+        for ours, theirs in zip(seen[0], again):
+            assert_equal(name, "planned", "a result", ours, theirs)
 
 
 def test_again_is_for_calls_like_the_one_before(pretend):

@@ -3,7 +3,8 @@
 The first call of a launcher with given sizes checks its arguments, computes grids and constants, and launches through
 Triton; all of that takes tens of microseconds and depends on nothing but what the arguments look like. So `launcher`
 records it as a plan: the compiled kernels, their grids, and where each of their arguments came from. A later call whose
-arguments look the same hands its own pointers straight to the compiled kernels.
+arguments look the same hands its own pointers straight to the compiled kernels; with another Triton than that of
+triton_3_6.py it hands its tensors to Triton, and saves the checks alone.
 
 "Look the same" means: the same dtype, sizes, strides, device and 16-byte alignment of every tensor (Triton compiles for
 them), and the same value of every other argument.
@@ -21,7 +22,7 @@ import torch
 
 from . import check, language, target, triton_3_6
 from .calls import checked
-from .recorded import Tensors
+from .recorded import Recorded, Tensors
 
 # A launcher forgets its plans beyond this number; sizes that change at every call would fill the memory.
 _MAX_PLANS = 1024
@@ -71,14 +72,11 @@ def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
             f"eagle_kernels.{op}: the triton backend cannot run on cpu tensors; move them to a GPU, set "
             "TRITON_INTERPRET=1 before the first import, or use EAGLE_KERNELS_BACKEND=reference"
         )
-    if device.type == "cpu":
-        kernel[grid](**arguments)
-        return
-    with torch.cuda.device(device):
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         compiled = kernel[grid](**arguments)
     launches = _recording.launches
     if launches is not None:
-        launches.append((compiled, grid, [arguments.get(name) for name in kernel.arg_names]))
+        launches.append(Recorded(kernel, compiled, grid, arguments))
 
 
 def bundle(kind: type[T], values: dict) -> T:
@@ -176,7 +174,7 @@ class _Plan:
     distinct_of: Callable  # picks each tensor once out of the tensors
     # what it does
     device: int
-    current_stream: Callable  # of a device index
+    current_stream: Callable | None  # of a device index; None where Triton launches, and asks itself
     allocated: tuple  # (shape, strides, dtype) of each
     launches: tuple
     result: tuple | int | None  # indices of tensors
@@ -222,13 +220,17 @@ class _Plan:
         if self.allocated:
             fresh = [_empty(*spec) for spec in self.allocated]
             tensors, pointers = [*tensors, *fresh], [*pointers, *map(_data_ptr, fresh)]
-        stream = self.current_stream(self.device)
-        stream_before, pointers_before, calls = self.before
-        if pointers != pointers_before or stream != stream_before:
-            calls = [(run, of([stream, *constants, *pointers])) for run, of, constants in self.launches]
-            self.before = stream, pointers, calls
-        for run, arguments in calls:
-            run(*arguments)
+        if self.current_stream is None:
+            for run, of, constants in self.launches:
+                run(*of(None, constants, tensors))
+        else:
+            stream = self.current_stream(self.device)
+            stream_before, pointers_before, calls = self.before
+            if pointers != pointers_before or stream != stream_before:
+                calls = [(run, of(stream, constants, pointers)) for run, of, constants in self.launches]
+                self.before = stream, pointers, calls
+            for run, arguments in calls:
+                run(*arguments)
         out = kwargs.get("out")
         if out is not None:
             return out
@@ -239,17 +241,16 @@ class _Plan:
 
 @functools.cache
 def _knows_triton() -> bool:
-    return language.MISSING is None and language.triton.__version__.startswith(triton_3_6.VERSIONS)
+    is_there = language.MISSING is None and not language.is_interpreting()
+    return is_there and language.triton.__version__.startswith(triton_3_6.VERSIONS)
 
 
 def _can_plan() -> bool:
-    """Returns whether calls may be planned: not with another Triton, in the interpreter, under the test harness, within
-    another launcher, for profilers that hook into launches, or where every call is to be checked."""
-    if not _knows_triton() or _interceptor is not None or check.DEBUG:
+    """Returns whether calls may be planned: not under the test harness, within another launcher, for profilers that
+    hook into launches which we would make past them, or where every call is to be checked."""
+    if _interceptor is not None or check.DEBUG or _recording.launches is not None or torch.compiler.is_compiling():
         return False
-    if _recording.launches is not None or torch.compiler.is_compiling():
-        return False
-    return not triton_3_6.has_hooks(language.triton.knobs)
+    return not (_knows_triton() and triton_3_6.has_hooks(language.triton.knobs))
 
 
 def _all_aligned(pointers: list) -> bool:
@@ -306,9 +307,9 @@ def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointe
     out = kwargs.get("out")
     if not launches or (out is not None and result is not out):
         return result, None
-    known = Tensors(tensors, pointers)
+    known, knows = Tensors(tensors, pointers), _knows_triton()
     try:
-        planned = tuple(known.launch(*each) for each in launches)
+        planned = tuple(map(known.launch if knows else known.launch_by_triton, launches))
         if result is None or isinstance(result, torch.Tensor):
             result_type, index = None, None if result is None else known.index(result)
         else:
@@ -324,7 +325,8 @@ def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointe
         plain_of=plain, plain=plain(values), plain_types=[*map(type, plain(values))],
         picked=_picker([at for at, value in enumerate(values) if isinstance(value, torch.Tensor)]),
         repeats=repeats, distinct_of=_picker([place for place in range(len(tensors)) if place not in dict(repeats)]),
-        device=tensors[0].get_device(), current_stream=language.triton.runtime.driver.active.get_current_stream,
+        device=tensors[0].get_device(),
+        current_stream=language.triton.runtime.driver.active.get_current_stream if knows else None,
         allocated=tuple(known.allocated), launches=planned, result=index, result_type=result_type,
     )  # fmt: skip
     plan.guard(tensors)

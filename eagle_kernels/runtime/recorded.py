@@ -1,7 +1,7 @@
 """Where the arguments of recorded launches came from: what a plan needs to make them again (`launch.py`)."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -9,9 +9,18 @@ from .triton_3_6 import launch_of
 
 
 class Launch(NamedTuple):
-    run: Callable  # launches the compiled kernel
-    arguments_of: Callable  # picks the arguments of `run`, bundles as tuples, out of [stream, *constants, *addresses]
-    constants: tuple
+    run: Callable  # launches the compiled kernel, or lets Triton do so
+    arguments_of: Callable  # makes the arguments of `run` from the stream, the constants, and addresses or tensors
+    constants: list
+
+
+class Recorded(NamedTuple):
+    """A launch: what Triton compiled for its arguments, by name."""
+
+    kernel: Any
+    compiled: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
 
 
 _STREAM = object()  # stands for the stream of the call
@@ -41,31 +50,40 @@ class Tensors:
         self.allocated.append((tuple(tensor.shape), tensor.stride(), tensor.dtype))
         return len(self._tensors) - 1
 
-    def launch(self, compiled, grid: tuple[int, ...], arguments: list) -> Launch:
+    def launch(self, recorded: Recorded) -> Launch:
+        """Returns how we make a launch, by addresses."""
+        kernel, compiled, grid, arguments = recorded
         run, head = launch_of(compiled, grid, _STREAM)
-        values, constants = [*head, *arguments], []
-        flat = [value for value in values for value in (value if isinstance(value, tuple) else (value,))]
-        if any(hasattr(value, "block_shape") for value in flat):
+        constants = []
+        places = self._place((*head, *map(arguments.get, kernel.arg_names)), constants)
+        return Launch(run, _evaluated(places), constants)
+
+    def launch_by_triton(self, recorded: Recorded) -> Launch:
+        """Returns how Triton makes a launch, by tensors: it looks at their types, and at those of bundles."""
+        names, run, constants = [*recorded.arguments], recorded.kernel[recorded.grid], []
+        places = self._place(tuple(recorded.arguments.values()), constants, has_types=True)
+        return Launch(lambda *values: run(**dict(zip(names, values))), _evaluated(places), constants)
+
+    def _place(self, value: Any, constants: list, has_types: bool = False) -> str:
+        """Returns where a value comes from, as a Python expression; constants: gets what no tensor is."""
+        if value is _STREAM:
+            return "s"
+        if isinstance(value, torch.Tensor):
+            index = self.index(value)
+            if has_types and self._tensors[index].dtype != value.dtype:
+                raise LookupError("a view with another dtype")
+            return f"v[{index}]"
+        if isinstance(value, tuple):
+            inner = "".join(self._place(each, constants, has_types) + ", " for each in value)
+            kind = self._place(value._make, constants) if has_types and hasattr(value, "_make") else ""
+            return f"{kind}(({inner}))"
+        if hasattr(value, "block_shape"):
             raise LookupError("a tensor descriptor, which holds the address of this call's tensor")
-        num_constants = sum(not (value is _STREAM or isinstance(value, torch.Tensor)) for value in flat)
-
-        def place(value) -> int:
-            if value is _STREAM:
-                return 0
-            if isinstance(value, torch.Tensor):
-                return 1 + num_constants + self.index(value)
-            constants.append(value)
-            return len(constants)
-
-        places = [tuple(map(place, value)) if isinstance(value, tuple) else place(value) for value in values]
-        return Launch(run, _picker(places), tuple(constants))
+        constants.append(value)
+        return f"c[{len(constants) - 1}]"
 
 
-def _picker(places: list[int | tuple[int, ...]]) -> Callable:
-    """Returns a function that picks these places out of a list, and those of each tuple among them as a tuple.
+def _evaluated(places: str) -> Callable:
+    """Returns a function that makes arguments of the stream, the constants, and addresses or tensors.
     It is written out in full, since it runs at every call: a loop over bundles would take twice as long."""
-
-    def source(place) -> str:
-        return f"({''.join(source(each) + ', ' for each in place)})" if isinstance(place, tuple) else f"v[{place}]"
-
-    return eval(f"lambda v: {source(tuple(places))}")
+    return eval(f"lambda s, c, v: {places}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-# with any other version nothing is planned (`launch.py`), and each call goes through `kernel[grid](...)`
+# with any other version plans (`launch.py`) go through `kernel[grid](...)`
 VERSIONS = ("3.6.",)
 
 

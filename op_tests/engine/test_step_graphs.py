@@ -210,7 +210,7 @@ def compiled(monkeypatch):
     for kernel in [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]:
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     # plans would launch what was compiled for them before
-    monkeypatch.setattr(launch, "_knows_triton", lambda: False)
+    monkeypatch.setattr(launch, "_can_plan", lambda: False)
     seen: list[str] = []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **arguments: seen.append(arguments["repr"]))
     return seen

@@ -26,7 +26,7 @@ def make(batch_size, topk, spec_steps, num_nodes, *, source="ids", vocab_size=97
 
 def without_plans(monkeypatch):
     """A planned launch would keep the arrangement that it was planned with."""
-    monkeypatch.setattr(launch, "_knows_triton", lambda: False)
+    monkeypatch.setattr(launch, "_can_plan", lambda: False)
 
 
 @pytest.fixture(params=["all rows", "level by level"])

@@ -57,7 +57,7 @@ def wrong_calls():
 @pytest.fixture
 def slices(monkeypatch):
     """Rows of two slices; elsewhere one slice holds them."""
-    monkeypatch.setattr(launch, "_knows_triton", lambda: False)
+    monkeypatch.setattr(launch, "_can_plan", lambda: False)
     monkeypatch.setattr(op, "SCAN_TUNING", {"default": op.SCAN_TUNING["default"] | {"BLOCK_VOCAB": 32}})
 
 
