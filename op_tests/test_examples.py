@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
-
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.loading import demo_pair, load_draft, load_target
 from eagle_kernels.examples import chat, mini_engine, own_drafter, seeds

@@ -362,7 +362,6 @@ def test_what_is_no_tokenizer_is_refused_where_it_is_given(given, lacks):
 
 
 def test_from_pretrained_takes_a_tokenizer(tmp_path):
-    pytest.importorskip("safetensors")
     from eagle_kernels.engine.models.loading import demo_pair
 
     target, draft = demo_pair()

@@ -9,8 +9,6 @@ import textwrap
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
-
 import eagle_kernels
 from eagle_kernels import engine
 from eagle_kernels.engine.benchmark import BenchmarkResult, RunStats

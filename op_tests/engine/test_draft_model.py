@@ -67,7 +67,6 @@ def folder_of(model, path, words=None, added=()):
 
 
 def load(tmp_path, draft_words, target_words, vocab_size=64, **added):
-    pytest.importorskip("safetensors")
     target = random_llama()
     folders = (
         folder_of(padded(target, vocab_size), tmp_path / "draft", draft_words, **added),
@@ -112,7 +111,6 @@ def imported(line) -> dict:
 
 @pytest.mark.parametrize("kind", ["bytes", "tokenizer.model", "vocab.json", "another tokenizer.model"])
 def test_folders_that_tell_their_tokenizer_otherwise(tmp_path, kind):
-    pytest.importorskip("safetensors")
     target = random_llama()
     for number, (name, model) in enumerate({"draft": padded(target, 64), "target": target}.items()):
         folder = folder_of(model, tmp_path / name)
@@ -133,7 +131,6 @@ def test_folders_that_tell_their_tokenizer_otherwise(tmp_path, kind):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A target, a smaller language model, a head, modules beside their target, and a model of transformers."""
-    pytest.importorskip("safetensors")
     root = tmp_path_factory.mktemp("folders")
     target = random_llama(num_layers=8, vocab_size=heads.TARGET_VOCAB)
     return {

@@ -5,8 +5,6 @@ import re
 
 import pytest
 
-pytest.importorskip("safetensors")
-
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.config.drafting_options import METHODS
 from eagle_kernels.engine.models.protocol import ModelError

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
-
 from eagle_kernels.engine.models.checkpoint import Checkpoint
 from eagle_kernels.engine.models.loading import load_draft, read_head
 from eagle_kernels.engine.models.protocol import FINAL_NORM

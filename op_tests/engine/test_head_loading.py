@@ -5,8 +5,6 @@ import logging
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
-
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.loading import load_draft, read_head
 from eagle_kernels.engine.models.protocol import ModelError

@@ -15,9 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("safetensors")
-
 from safetensors import torch as safetensors_torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, verify_tree

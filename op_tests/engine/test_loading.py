@@ -6,9 +6,6 @@ import sys
 
 import pytest
 import torch
-
-pytest.importorskip("safetensors")
-
 from safetensors import torch as safetensors_torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
-
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.drafters.parallel_reader import ParallelReader
 from eagle_kernels.engine.drafters.readers import ModelReader

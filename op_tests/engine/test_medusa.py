@@ -4,8 +4,6 @@ import json
 
 import pytest
 import torch
-
-pytest.importorskip("safetensors")
 from safetensors.torch import save_file
 
 from eagle_kernels import EAGLEConfig, EAGLEInference

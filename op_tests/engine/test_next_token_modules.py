@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
-
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.drafters.readers import ModuleReader
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_head

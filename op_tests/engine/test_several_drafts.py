@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("safetensors")
-
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.config import several_drafts
 from eagle_kernels.engine.models.protocol import ModelError

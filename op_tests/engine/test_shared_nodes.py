@@ -1,8 +1,6 @@
 """Several drafters share the nodes of a tree: texts are plain decoding's, nodes go to what is accepted, and what each
 drafter says of its drafts is compared with what came."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

@@ -232,7 +232,6 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
 
 
 def test_text_says_why_there_is_no_tokenizer(tmp_path):
-    pytest.importorskip("safetensors")
     pytest.importorskip("tokenizers")
     target, draft = loading.demo_pair()
     shutil.copytree(target, tmp_path / "target")

@@ -7,8 +7,6 @@ import time
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
-
 from bench.lab.training import answers, chat, head_data, trainer
 from bench.lab.training.recipe import Stage
 from eagle_kernels import EAGLEConfig, EAGLEInference

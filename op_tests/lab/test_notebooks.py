@@ -10,7 +10,6 @@ import pytest
 from eagle_kernels import EAGLEInference
 from op_tests.harness import notebook
 
-pytest.importorskip("safetensors")
 pytest.importorskip("matplotlib").use("Agg")
 
 FOLDER = Path(__file__).parents[2] / "bench" / "lab" / "notebooks"

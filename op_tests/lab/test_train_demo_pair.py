@@ -7,8 +7,6 @@ import shutil
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
-
 from bench.lab import train_demo_pair
 from bench.lab.training import acceptance, unrolled
 from bench.lab.training.corpus import END_OF_TEXT, MAX_FILE_BYTES, held_out_prompts, read_corpus, token_stream

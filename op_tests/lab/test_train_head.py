@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
-
 from bench.lab import train_head as train_module
 from bench.lab.train_head import main, new_head, settle, train_head
 from bench.lab.training import chat, head_data, unrolled

@@ -6,8 +6,6 @@ import re
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
-
 from bench.lab import train_kinds
 from bench.lab.training import comparison, kinds
 from bench.lab.training.kind_fitting import accuracy_of, fit_kind, pieces_of

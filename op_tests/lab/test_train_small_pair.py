@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
 
 from bench.lab import train_small_pair

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
-
 import eagle_kernels
 from eagle_kernels import EAGLEInference
 from eagle_kernels.engine.config.eagle_config import EAGLEConfig

@@ -16,8 +16,6 @@ import numpy
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
-
 from eagle_kernels import EAGLEInference
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.runtime import interrupts, placement

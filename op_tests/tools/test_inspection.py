@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
-
 from eagle_kernels.engine.models.checkpoint import Checkpoint
 from eagle_kernels.engine.models.heads import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 from eagle_kernels.engine.models.loading import demo_pair, load_draft

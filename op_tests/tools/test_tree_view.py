@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
-
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.drafters.model_drafter import Candidates
 from eagle_kernels.engine.models.loading import demo_pair
