@@ -169,7 +169,7 @@ def test_embedded_pair_quantised(method):
     engine = EAGLEInference.from_pretrained(draft, target, config, device="cpu")
     assert isinstance(engine.target.model.layers[0].mlp.down_proj, QuantisedLinear)
     prompt = "import os\n\ndef walk("
-    results = [engine.generate(engine.tokenizer.encode(prompt), 24, speculative=kind) for kind in (True, False)]
+    results = [engine.generate(engine.tokenizer.encode(prompt), 12, speculative=kind) for kind in (True, False)]
     assert results[0].output_ids == results[1].output_ids
     if method != "wint4":
         assert results[0].stats.mean_accept_length > 1.5

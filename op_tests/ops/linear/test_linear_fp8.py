@@ -16,11 +16,10 @@ from eagle_kernels.runtime.language import is_interpreting
 from op_tests.harness import assert_close, assert_equal, check_close
 from op_tests.harness.cases import in_float64
 from op_tests.harness.retune import retune
-from op_tests.ops.linear.cases import designs
+from op_tests.ops.linear.cases import DTYPES, designs, quantised_sweep
 from op_tests.ops.linear.cases import make_fp8 as make
 
 PATH = "linear.linear_fp8"
-DTYPES = (torch.float16, torch.bfloat16)
 ACTIVATIONS = ("16bit", "token", "block")
 check = functools.partial(check_close, PATH)
 
@@ -51,11 +50,7 @@ def order_case():
     return make(3, 100, 300, torch.float16, activations="block")
 
 
-def size_sweep():
-    for num_rows, num_outputs in itertools.product(range(1, 17), (1, 16, 33, 1000)):
-        yield make(num_rows, num_outputs, 128, torch.float16)
-    for num_rows in (17, 32, 33, 64, 65, 100):
-        yield make(num_rows, 40, 128, torch.float16)
+size_sweep = functools.partial(quantised_sweep, make)
 
 
 @pytest.mark.parametrize("activations", ACTIVATIONS)
