@@ -1,5 +1,7 @@
 """A family of new kinds of attention, feed-forward and linear: each is a class or two here, and a row in the table."""
 
+from __future__ import annotations  # settings read the types of fields as text
+
 from dataclasses import dataclass
 from typing import ClassVar
 
