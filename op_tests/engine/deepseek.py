@@ -1,35 +1,22 @@
-"""Tiny random models of DeepSeek-V2 and V3, with and without next-token modules, as transformers makes and saves them.
+"""Tiny random models with next-token modules in DeepSeek's layout, which GLM's have too: as transformers makes and
+saves the models, and would read the modules."""
 
-    python -m op_tests.engine.deepseek FOLDER --modules 1
-    python -m eagle_kernels generate --target FOLDER --draft FOLDER --compare "a prompt"
-
-writes one whose tokens are bytes, and compares its text with and without drafts of its own module.
-"""
-
-import argparse
-import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from op_tests.engine.families import GROUPS, LATENT, write_target
-
-# a vocabulary of bytes, and sizes that tiles and graphs of GPUs take
-SERVED = {
-    "vocab_size": 257, "hidden_size": 128, "intermediate_size": 192, "moe_intermediate_size": 64,
-    "num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 32, "max_position_embeddings": 2048, "bos_token_id": 0,
-}  # fmt: skip
+from op_tests.engine.families import GLM_EXPERTS, GROUPS, LATENT, write_target
 
 
 def write_with_modules(folder: Path, num_modules: int, family="DeepseekV3", *, wrong_copies=False, **changes):
-    """Writes a target with modules beside it in DeepSeek's layout; returns transformers' model and its modules.
+    """Writes a target with modules beside it; returns transformers' model and its modules.
     wrong_copies: those of the embedding and the output, which modules come with, are others."""
     from safetensors.torch import load_file, save_file
     from transformers.modeling_layers import MtpModel
 
-    changes = LATENT | GROUPS | {"num_nextn_predict_layers": num_modules} | changes
+    layers = GLM_EXPERTS if family == "Glm4Moe" else LATENT | GROUPS
+    changes = layers | {"num_nextn_predict_layers": num_modules} | changes
     model = write_target(family, changes, folder)
     modules = MtpModel(model, num_modules).eval()
     generator = torch.Generator().manual_seed(1)
@@ -76,21 +63,3 @@ def _as_published(name: str, tensor: Tensor, num_layers: int) -> dict[str, Tenso
         for expert, weight in enumerate(tensor)
         for half, piece in zip(halves, weight.chunk(len(halves)))
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Writes a tiny random DeepSeek.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--family", default="DeepseekV3", choices=["DeepseekV2", "DeepseekV3"])
-    parser.add_argument("--modules", type=int, default=0)
-    arguments = parser.parse_args()
-    if arguments.modules:
-        write_with_modules(arguments.folder, arguments.modules, arguments.family, **SERVED)
-    else:
-        write_target(arguments.family, LATENT | GROUPS | SERVED, arguments.folder)
-    written = {"tokenizer_class": "ByteTokenizer", "eos_token": "<|endoftext|>"}
-    (arguments.folder / "tokenizer_config.json").write_text(json.dumps(written))
-
-
-if __name__ == "__main__":
-    main()

@@ -26,6 +26,7 @@ LATENT = {
     "num_experts_per_tok": 3, "n_shared_experts": 2, "first_k_dense_replace": 1,
 }  # fmt: skip
 GROUPS = {"n_group": 3, "topk_group": 2}
+GLM_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "use_qk_norm": True}
 CASES = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -83,6 +84,11 @@ CASES = {
     "deepseek_v3 yarn, mscale": ("DeepseekV3", LATENT | GROUPS | {
         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}, "attention_bias": True,
         "norm_topk_prob": False,
+    }),
+    "glm moe": ("Glm4Moe", GLM_EXPERTS | {"attention_bias": True, "routed_scaling_factor": 2.5}),
+    "glm moe, groups, a quarter turns": ("Glm4Moe", GLM_EXPERTS | GROUPS | {
+        "use_qk_norm": False, "n_shared_experts": 2, "norm_topk_prob": False, "first_k_dense_replace": 0,
+        "rope_parameters": YARN | {"partial_rotary_factor": 0.25},
     }),
     "deepseek_v3 halves": ("DeepseekV3", LATENT | GROUPS | {"rope_interleave": False, "q_lora_rank": None}),
 }  # fmt: skip

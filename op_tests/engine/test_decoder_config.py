@@ -11,6 +11,7 @@ CONFIG = {
     "model_type": "llama", "vocab_size": 97, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 4,
     "num_attention_heads": 6, "num_key_value_heads": 2,
 }  # fmt: skip
+GLM = {"model_type": "glm4_moe"}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -71,6 +72,13 @@ def read(**changes) -> DecoderConfig:
         ({"num_experts": 8}, r"num_experts=8 is not implemented \(only None\)"),
         ({"alibi": True}, r"alibi=True is not implemented \(only False\)"),
         ({"partial_rotary_factor": 0}, "partial_rotary_factor=0 is not implemented"),
+        (GLM | {"partial_rotary_factor": 0}, "partial_rotary_factor must turn pairs of the 16 coordinates .* got 0"),
+        (GLM | {"partial_rotary_factor": 1.5}, "partial_rotary_factor must turn pairs .* got 1.5"),
+        (
+            GLM | {"rope_parameters": {"partial_rotary_factor": 0.45}},
+            "partial_rotary_factor must turn pairs .* got 0.45",
+        ),
+        (GLM | {"partial_rotary_factor": "half"}, "partial_rotary_factor must be a number, got 'half'"),
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 4}, "layer_types=.* is not implemented"),
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types must name each of 4 layers"),
         ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 4}, "'chunked_attention' is not implemented"),

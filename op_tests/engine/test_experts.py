@@ -17,7 +17,7 @@ from op_tests.engine.heads import edit_config, edit_tensors
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = ("qwen3 moe", "mixtral", "gpt oss", "ernie moe")
+FAMILIES = ("qwen3 moe", "mixtral", "gpt oss", "ernie moe", "glm moe")
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 DEEPSEEK = {
     "hidden_size": 48, "intermediate_size": 40, "moe_intermediate_size": 20, "num_experts_per_tok": 3,
@@ -110,7 +110,7 @@ def test_a_state_dict_is_loaded_by_published_names(family, tmp_path):
         mixture.down.fill_(7.0)
         mixture.router.weight.zero_()
     state = one.state_dict()
-    if family != "ernie moe":  # whose shared experts are in the table
+    if family not in ("ernie moe", "glm moe"):  # whose shared experts are in the table
         other.load_state_dict(dict(state))
         for name, tensor in other.state_dict().items():
             assert torch.equal(tensor, state[name]), name
@@ -219,9 +219,13 @@ def test_a_tree_of_many_experts_is_not_tried_first():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", expert_models.FAMILIES)
-def test_the_command_compares(family, tmp_path, capsys):
-    expert_models.write(tmp_path, family)
+@pytest.mark.parametrize(
+    ("family", "num_modules"),
+    [*((family, 0) for family in expert_models.FAMILIES), *((family, 1) for family in expert_models.WITH_MODULES)],
+)
+def test_the_command_compares(family, num_modules, tmp_path, capsys):
+    expert_models.main([str(tmp_path), "--family", family, "--modules", str(num_modules)])
     command = ["generate", "a prompt", "--target", str(tmp_path), "--draft", str(tmp_path), "--compare"]
-    assert main([*command, "--max-new-tokens", "9", "--dtype", "float32"]) == 0
+    options = ["--topk", "2", "--num-steps", "2", "--num-draft-tokens", "6"] if num_modules else []
+    assert main([*command, *options, "--max-new-tokens", "9", "--dtype", "float32"]) == 0
     assert "identical: yes" in capsys.readouterr().out

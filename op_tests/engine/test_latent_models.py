@@ -1,11 +1,10 @@
-"""DeepSeek's models: what their cache holds, their next-token modules, all drafters, and what is refused.
+"""DeepSeek's models: what their cache holds, their next-token modules (GLM's have the same layout), all drafters, and
+what is refused.
 
 That they are transformers' models is in `test_families`, and their texts with heads of all formats in `test_identity`.
 """
 
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,8 +17,9 @@ from eagle_kernels.engine.models.loading import load_draft, load_target, read_he
 from eagle_kernels.engine.models.protocol import FINAL_NORM, KVShape, LatentShape, ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine import heads
-from op_tests.engine.deepseek import SERVED, write_with_modules
+from op_tests.engine.deepseek import write_with_modules
 from op_tests.engine.drafting import PROMPTS, ModelOracle, pause_between_drafts
+from op_tests.engine.expert_models import OF_FAMILY
 from op_tests.engine.families import GROUPS, LATENT, SIZES, write_target
 from op_tests.engine.heads import edit_config, edit_tensors
 from op_tests.engine.toys import ToyModel
@@ -42,16 +42,20 @@ def test_a_token_takes_one_row_of_the_cache_in_each_layer(tmp_path, device):
     assert EAGLEInference(None, target, config).workspace_bytes()["kv_cache"] == 10 * 4 * 3 * 32 * 4
 
 
+OF_DEEPSEEK, OF_GLM = ("DeepseekV3", LatentShape(1, 1, 32, 24)), ("Glm4Moe", KVShape(1, 2, 24))
+
+
 @torch.no_grad()
+@pytest.mark.parametrize(("family", "shape"), [OF_DEEPSEEK, OF_GLM])
 @pytest.mark.parametrize("num_modules", [1, 2])
-def test_modules_are_those_of_transformers(tmp_path, num_modules):
+def test_modules_are_those_of_transformers(tmp_path, num_modules, family, shape):
     """Their layers have experts, although the target's first ones have none. Copies of the target's parts are not
     read."""
-    theirs, modules = write_with_modules(tmp_path, num_modules, wrong_copies=True)
+    theirs, modules = write_with_modules(tmp_path, num_modules, family, wrong_copies=True)
     target, file = load_target(tmp_path), read_head(tmp_path)
     assert (file.kind, file.format_name) == ("MTP", "DeepSeek (next-token modules)")
     draft = load_draft(tmp_path, target)
-    assert draft.num_modules == num_modules and draft.kv_shape == LatentShape(num_modules, 1, 32, 24)
+    assert draft.num_modules == num_modules and draft.kv_shape == shape._replace(num_layers=num_modules)
     assert draft.aux_layers == (FINAL_NORM,)
     tokens, positions = torch.randint(SIZES["vocab_size"], (2, 12)), torch.arange(12).expand(2, -1)
     hidden = torch.randn(2, 12, SIZES["hidden_size"])
@@ -80,10 +84,15 @@ class Oracle(ModelOracle):
         return text[count + 1 :]
 
 
-@pytest.mark.parametrize(("num_modules", "chunk"), [(1, 2048), (1, 3), (2, 3), (2, 2048)])
-def test_drafts_of_modules_are_those_of_all_rows_computed_anew(tmp_path, device, monkeypatch, num_modules, chunk):
+@pytest.mark.parametrize(
+    ("family", "num_modules", "chunk"),
+    [("DeepseekV3", 1, 2048), ("DeepseekV3", 1, 3), ("DeepseekV3", 2, 3), ("DeepseekV3", 2, 2048), ("Glm4Moe", 1, 3)],
+)
+def test_drafts_of_modules_are_those_of_all_rows_computed_anew(
+    tmp_path, device, monkeypatch, family, num_modules, chunk
+):  # fmt: skip
     """Prompts in parts, plain steps in between, where a single module writes rows and attends to nothing."""
-    write_with_modules(tmp_path, num_modules)
+    write_with_modules(tmp_path, num_modules, family)
     target = load_target(tmp_path, device)
     config = EAGLEConfig.chain(
         num_modules, method="mtp", page_size=4, prefill_chunk=chunk, max_batch=4, cuda_graph=False
@@ -94,9 +103,10 @@ def test_drafts_of_modules_are_those_of_all_rows_computed_anew(tmp_path, device,
     assert oracle.num_checked > 15
 
 
-def test_text_with_a_module_is_that_of_transformers(tmp_path, device):
+@pytest.mark.parametrize("family", ["DeepseekV3", "Glm4Moe"])
+def test_text_with_a_module_is_that_of_transformers(tmp_path, device, family):
     """One module drafts trees as well; `from_pretrained` takes it from the target's folder."""
-    theirs, _ = write_with_modules(tmp_path, 1)
+    theirs, _ = write_with_modules(tmp_path, 1, family)
     prompts = torch.randint(1, SIZES["vocab_size"], (3, 9))
     expected = theirs.generate(prompts, max_new_tokens=14, do_sample=False, attention_mask=torch.ones_like(prompts))
     for options in {"topk": 3, "num_steps": 3, "num_draft_tokens": 9}, {"topk": 1, "num_steps": 3}:
@@ -177,7 +187,7 @@ def test_heads_of_keys_and_values_whose_file_has_the_target_s_settings(tmp_path)
 @pytest.mark.parametrize(("quantize", "share"), [("wint8", 0.1), ("block_wise_fp8", 0.5)])
 def test_quantised_weights(tmp_path, device, quantize, share):
     """Also of the linear whose halves are multiplied by head: they are widened once."""
-    sizes = {**LATENT, **GROUPS, **SERVED, "vocab_size": 83, "hidden_size": 128, "moe_intermediate_size": 128}
+    sizes = {**LATENT, **GROUPS, **OF_FAMILY["deepseek_v3"], "num_attention_heads": 8, "moe_intermediate_size": 128}
     write_target("DeepseekV3", sizes | {"intermediate_size": 256, "q_lora_rank": 128, "kv_lora_rank": 128}, tmp_path)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     target = load_target(tmp_path, device, dtype, quantize=quantize)
@@ -233,15 +243,3 @@ def test_folders_of_modules_that_are_refused(tmp_path):
     edit_tensors(tmp_path, **{"model.layers.4.hnorm.weight": None})
     with pytest.raises(ModelError, match="missing tensors: mtp_layers.1.hidden_layernorm.weight"):
         load_draft(tmp_path, target)
-
-
-@pytest.mark.slow
-def test_the_command_compares_a_tiny_deepseek(tmp_path):
-    """The model that the script of `op_tests.engine.deepseek` writes, with trees of its own module."""
-    script = [sys.executable, "-m", "op_tests.engine.deepseek", str(tmp_path), "--modules", "1"]
-    subprocess.run(script, check=True, capture_output=True)
-    command = [sys.executable, "-m", "eagle_kernels", "generate", "--target", str(tmp_path), "--draft", str(tmp_path)]
-    options = ["--topk", "2", "--num-steps", "2", "--num-draft-tokens", "6", "--compare", "--max-new-tokens", "12"]
-    done = subprocess.run([*command, *options, "a prompt"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "identical: yes" in done.stdout

@@ -20,7 +20,7 @@ from op_tests.engine.quantised import writers
 pytest.importorskip("transformers")
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
-INNER = {"qwen3 moe": "moe_intermediate_size", "ernie moe": "moe_intermediate_size", "mixtral": "intermediate_size"}
+INNER = dict.fromkeys(("qwen3 moe", "ernie moe", "glm moe"), "moe_intermediate_size") | {"mixtral": "intermediate_size"}
 FORMATS = ("awq", "gptq", "gptq 8", "fp8 blocks", "fp8 tensor", "fbgemm_fp8", "modelopt blocks")
 
 
@@ -56,7 +56,7 @@ def test_weights_are_those_that_they_stand_for(form, tmp_path):
     check(plain, writers.write_quantised(writers.FORMATS[form], plain, tmp_path / "quantised"))
 
 
-@pytest.mark.parametrize("case", ["ernie moe", "mixtral"])
+@pytest.mark.parametrize("case", ["ernie moe", "glm moe", "mixtral"])
 def test_every_family(case, tmp_path, monkeypatch):
     """With shared experts, which are quantised too, and by Mixtral's names."""
     monkeypatch.setattr(writers, "LINEAR", re.compile(r"(_proj|\.w[123])\.weight$"))

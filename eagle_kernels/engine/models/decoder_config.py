@@ -22,9 +22,9 @@ from .layers.gated import Gated
 from .layers.grouped_query import GroupedQuery
 from .layers.latent import LatentQuery
 from .layers.linear import Linear
-from .layers.rotary import RopeConfig
+from .layers.rotary import RopeConfig, rope_section
 from .protocol import ModelError
-from .settings import NULL_IS_A_VALUE, check_fields, check_implemented, field_values, read_value, stated
+from .settings import NULL_IS_A_VALUE, check_fields, check_implemented, field_values, present, read_value, stated
 
 
 class Family(NamedTuple):
@@ -65,6 +65,12 @@ _DEEPSEEK_V3 = _DEEPSEEK | {
     "max_position_embeddings": 4096,
 }  # fmt: skip
 
+_GLM = {
+    "n_routed_experts": 128, "n_shared_experts": 1, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+    "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+
 FAMILIES = {
     "llama": Family(keys=_BIASES | {"mlp_bias": "mlp_bias"}),
     "mistral": Family(always={"sliding": "all"}, defaults=_MISTRAL),
@@ -90,6 +96,9 @@ FAMILIES = {
         defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
                   "rope_theta": 500000.0, "tie_word_embeddings": True, "moe_k": 6, "moe_num_shared_experts": 2,
                   "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
+    ),
+    "glm4_moe": Family(
+        feed_forward=DeepseekExperts, keys={"qkv_bias": "attention_bias", "has_qk_norms": "use_qk_norm"}, defaults=_GLM
     ),
     "deepseek_v2": Family(LatentQuery, DeepseekV2Experts, {"mlp_bias": "mlp_bias"}, defaults=_DEEPSEEK_V2),
     "deepseek_v3": Family(LatentQuery, DeepseekExperts, defaults=_DEEPSEEK_V3),
@@ -172,7 +181,8 @@ class DecoderConfig:
         has_experts = issubclass(family.feed_forward, Experts)
         if has_experts and reader == "heads" and not issubclass(family.attention, LatentQuery):
             raise ModelError(f"config.json: model_type={shown(model_type)} is not implemented for {reader}")
-        own = family.feed_forward.count_keys if has_experts else ()
+        own = (*family.defaults, *(family.feed_forward.count_keys if has_experts else ()))
+        config = config | present(rope_section(config)[1], ["partial_rotary_factor"])
         check_implemented(config, {name: only for name, only in _IMPLEMENTED.items() if name not in own})
         defaults = {name: getattr(cls, name) for name in ("rms_norm_eps", "max_position_embeddings")} | family.defaults
         config = defaults | stated(config, *NULL_IS_A_VALUE)

@@ -105,9 +105,10 @@ _FORMATS = (  # the first that fits is taken
     ),
     HeadFormat("official (SafeAILab)", lambda config: True),
 )  # fmt: skip
-# Next-token modules, recognised by their tensors. DeepSeek's are layers after the target's own; each holds copies of
-# the embedding and the output, which are the target's and are not read. ERNIE's end with the target's final norm
-# (FastDeploy, model_executor/models/ernie4_5_mtp.py), and are layers of the kind of the target's first ones.
+# Next-token modules, recognised by their tensors. DeepSeek's, and GLM's (vLLM's glm4_moe_mtp.py), are layers after the
+# target's own; each holds copies of the embedding and the output, which are the target's and are not read. ERNIE's end
+# with the target's final norm (FastDeploy, model_executor/models/ernie4_5_mtp.py), and are layers of the kind of the
+# target's first ones.
 NEXT_TOKEN_MODULES = HeadFormat("MiMo (next-token modules)", lambda config: False)
 DEEPSEEK_MODULES = HeadFormat("DeepSeek (next-token modules)", lambda config: False)
 _DEEPSEEK_PARTS = {"enorm.": "token_layernorm.", "hnorm.": "hidden_layernorm.", "eh_proj.": "input_proj.",

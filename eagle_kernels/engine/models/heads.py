@@ -28,8 +28,8 @@ stands for token t_{j+1+k}, and predicts t_{j+2+k}:
 
 For module 0, h is f_j as EAGLE-1 reads it; for module k > 0 it is the output of module k - 1 in row j. A single module
 feeds itself: its output is the next token's h. DeepSeek's modules (arXiv 2412.19437) are the same with the embedding
-first; their layers are of the kind of the target's last ones, with experts. ERNIE's has the embedding first as well, a
-layer of the kind of the target's first one, and the target's final norm.
+first, and so are GLM's; their layers are of the kind of the target's last ones, with experts. ERNIE's has the embedding
+first as well, a layer of the kind of the target's first one, and the target's final norm.
 
 A head that swaps this order, reads features a row off or feeds back the wrong norm still produces correct text: only
 its acceptance suffers. So the config keys below are explicit, and `bind` checks all that can be checked.

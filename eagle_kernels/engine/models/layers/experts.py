@@ -1,5 +1,6 @@
-"""Feed-forwards of experts: those of Qwen3-MoE, Mixtral, gpt-oss, ERNIE 4.5, DeepSeek-V2 and -V3, and of their layers
-that have none. A router chooses experts for each row, on the device: no step waits, and all of it fits into a graph."""
+"""Feed-forwards of experts: those of Qwen3-MoE, Mixtral, gpt-oss, ERNIE 4.5, DeepSeek-V2 and -V3 and GLM-4.5, and of
+their layers that have none. A router chooses experts for each row, on the device: no step waits, and all of it fits
+into a graph."""
 
 from __future__ import annotations
 
@@ -167,7 +168,7 @@ class ErnieExperts(Experts):
 
 @dataclass(kw_only=True)
 class DeepseekExperts(Experts):
-    """Those of DeepSeek-V3: groups by their best two, a bias for the choice, and experts that all rows share."""
+    """Those of DeepSeek-V3 and GLM-4.5: groups by their best two, a bias for the choice, and shared experts."""
 
     count_keys = ("n_routed_experts", "num_local_experts")
     implemented: ClassVar = Experts.implemented | {

@@ -30,6 +30,7 @@ class GroupedQuery:
     num_attention_heads: int
     num_key_value_heads: int | None = None  # None: one per query head
     head_dim: int | None = None  # None: hidden_size // num_attention_heads
+    partial_rotary_factor: float = 1.0  # the share of a head's coordinates that RoPE turns: the first ones
     qkv_bias: bool = False  # whether the projections into attention have a bias
     o_bias: bool = False  # whether the projection out of attention has a bias
     has_qk_norms: bool = False  # whether each query and key head has an RMS norm, before RoPE
@@ -51,6 +52,9 @@ class GroupedQuery:
             raise ModelError(f"head_dim must be even, since RoPE rotates pairs, got {self.head_dim}")
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM:
             raise ModelError(f"head_dim must lie in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {self.head_dim}")
+        if not 0 < self.rotary_size <= self.head_dim or self.rotary_size % 2:
+            rule = f"must turn pairs of the {self.head_dim} coordinates of a head"
+            raise ModelError(f"config.json: partial_rotary_factor {rule}, got {self.partial_rotary_factor}")
 
     @classmethod
     def read(cls, config: dict[str, Any], reader: str = "") -> GroupedQuery:
@@ -72,7 +76,7 @@ class GroupedQuery:
 
     @property
     def rotary_size(self) -> int:
-        return self.head_dim
+        return int(self.head_dim * self.partial_rotary_factor)
 
 
 class GroupedQueryAttention(nn.Module):

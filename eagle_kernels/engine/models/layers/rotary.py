@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ....runtime.values import is_fp32, shown
 from ..checkpoint import brief, check_memory
 from ..protocol import Angles, ModelError
-from ..settings import check_fields, check_implemented, is_off, present, read_size, read_value, stated
+from ..settings import check_fields, is_off, present, read_size, read_value, stated
 
 # Scalings of the rotary frequencies, and the keys that each requires.
 _ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -54,8 +54,7 @@ class RopeConfig:
     def from_dict(cls, config: dict[str, Any], size: int) -> RopeConfig:
         """Reads a whole config.json; max_position_embeddings is the pretrained length if it names no other."""
         max_length = read_size(config, "max_position_embeddings")
-        name = "rope_parameters" if is_off(config.get("rope_scaling")) else "rope_scaling"
-        section = {} if is_off(config.get(name)) else stated(read_value(config, name, dict))
+        name, section = rope_section(config)
         rope_type = section.get("rope_type", section.get("type", "default"))
         nested = [key for key, value in section.items() if isinstance(value, dict)]
         if nested:
@@ -64,7 +63,6 @@ class RopeConfig:
         if not isinstance(rope_type, str) or rope_type not in _ROPE_TYPES:
             fault = f"of type {shown(rope_type)} is not implemented (only {', '.join(_ROPE_TYPES)})"
             raise ModelError(f"config.json: {name} {fault}")
-        check_implemented(section, {"partial_rotary_factor": 1.0})
         missing = [key for key in _ROPE_TYPES[rope_type] if key not in section]
         if missing:
             raise ModelError(f"config.json: {name} of type {rope_type!r} lacks {', '.join(missing)}")
@@ -74,6 +72,12 @@ class RopeConfig:
         if rope_type == "yarn":
             values.setdefault("factor", max_length / read_size(values, length))
         return cls(**values | {"rope_type": rope_type, "size": size, "num_positions": max_length})
+
+
+def rope_section(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the settings of the object in config.json that describes the rotary embedding."""
+    name = "rope_parameters" if is_off(config.get("rope_scaling")) else "rope_scaling"
+    return name, {} if is_off(config.get(name)) else stated(read_value(config, name, dict))
 
 
 class Rotary(nn.Module):
