@@ -42,20 +42,20 @@ def test_a_token_takes_one_row_of_the_cache_in_each_layer(tmp_path, device):
     assert EAGLEInference(None, target, config).workspace_bytes()["kv_cache"] == 10 * 4 * 3 * 32 * 4
 
 
-OF_DEEPSEEK, OF_GLM = ("DeepseekV3", LatentShape(1, 1, 32, 24)), ("Glm4Moe", KVShape(1, 2, 24))
+SHAPES = {"DeepseekV3": LatentShape(1, 1, 32, 24), "Glm4Moe": KVShape(1, 2, 24)}  # of one module
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "shape"), [OF_DEEPSEEK, OF_GLM])
+@pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("num_modules", [1, 2])
-def test_modules_are_those_of_transformers(tmp_path, num_modules, family, shape):
+def test_modules_are_those_of_transformers(tmp_path, num_modules, family):
     """Their layers have experts, although the target's first ones have none. Copies of the target's parts are not
     read."""
     theirs, modules = write_with_modules(tmp_path, num_modules, family, wrong_copies=True)
     target, file = load_target(tmp_path), read_head(tmp_path)
     assert (file.kind, file.format_name) == ("MTP", "DeepSeek (next-token modules)")
     draft = load_draft(tmp_path, target)
-    assert draft.num_modules == num_modules and draft.kv_shape == shape._replace(num_layers=num_modules)
+    assert draft.num_modules == num_modules and draft.kv_shape == SHAPES[family]._replace(num_layers=num_modules)
     assert draft.aux_layers == (FINAL_NORM,)
     tokens, positions = torch.randint(SIZES["vocab_size"], (2, 12)), torch.arange(12).expand(2, -1)
     hidden = torch.randn(2, 12, SIZES["hidden_size"])
@@ -103,7 +103,7 @@ def test_drafts_of_modules_are_those_of_all_rows_computed_anew(
     assert oracle.num_checked > 15
 
 
-@pytest.mark.parametrize("family", ["DeepseekV3", "Glm4Moe"])
+@pytest.mark.parametrize("family", SHAPES)
 def test_text_with_a_module_is_that_of_transformers(tmp_path, device, family):
     """One module drafts trees as well; `from_pretrained` takes it from the target's folder."""
     theirs, _ = write_with_modules(tmp_path, 1, family)
