@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.layers.mixture import MixtureOfExperts
 from eagle_kernels.engine.models.layers.quantised_mixture import QuantisedMixture
-from eagle_kernels.engine.models.loading import load_target
+from eagle_kernels.engine.models.loading import load_draft, load_target
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
+from op_tests.engine.deepseek import write_with_modules
 from op_tests.engine.families import CASES, write_target
 from op_tests.engine.quantised import writers
 
@@ -62,6 +63,20 @@ def test_every_family(case, tmp_path, monkeypatch):
     monkeypatch.setattr(writers, "LINEAR", re.compile(r"(_proj|\.w[123])\.weight$"))
     plain = write_plain(case, tmp_path / "plain")
     check(plain, writers.write_quantised(writers.FORMATS["gptq"], plain, tmp_path / "quantised"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("listed", [(), ("eh_proj",)])
+def test_modules_have_quantised_experts(listed, tmp_path):
+    """Also where the projection in front of them is quantised, by whose name they are recognised."""
+    sizes = SIZES | {"moe_intermediate_size": 128, "num_hidden_layers": 1}
+    write_with_modules(tmp_path / "plain", 1, "Glm4Moe", **sizes)
+    folder = writers.write_quantised(writers.FORMATS["awq"], tmp_path / "plain", tmp_path / "quantised", listed)
+    ids, hidden, positions = torch.arange(12)[None] * 5 % 61, torch.randn(1, 12, 128), torch.arange(12)[None]
+    drafts = [load_draft(each, load_target(each)) for each in (tmp_path / "plain", folder)]
+    assert isinstance(drafts[1].mtp_layers[0].mlp, QuantisedMixture)
+    expected, logits = (draft(ids, hidden, positions, causal_attend, from_target=True).logits for draft in drafts)
+    torch.testing.assert_close(logits, expected, atol=5e-4, rtol=1e-3)
 
 
 def write_mxfp4(plain: Path, folder: Path) -> Path:

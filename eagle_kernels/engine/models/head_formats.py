@@ -167,7 +167,7 @@ def kind_of(config: dict[str, Any], names: Collection[str]) -> str | None:
 def form_of_modules(names: Iterable[str]) -> HeadFormat:
     """Returns the format of next-token modules, from the names of the tensors in the file."""
     names = list(names)
-    if any(name.endswith(".eh_proj.weight") for name in names):
+    if any(".eh_proj." in name for name in names):
         return DEEPSEEK_MODULES
     return ERNIE_MODULES if any(name.startswith("model.mtp_block.") for name in names) else NEXT_TOKEN_MODULES
 
