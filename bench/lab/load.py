@@ -22,6 +22,7 @@ from eagle_kernels.engine.step.stepper import Verified
 from ..apps.load import load_table
 from ..harness import results
 from ..harness.markdown import fill_page, markdown
+from . import experts_touched
 from .log import read_lines
 from .records import PLAIN, newest_steps
 
@@ -73,6 +74,7 @@ def parts() -> dict[str, str]:
         "likely": likely_table(pair["likely"]),
         "worth": worth_table(read_lines(GPU / "tree_steps.jsonl"), pair["accepted"]),
         "load": load_table(loads),
+        "experts": experts_touched.table(read_lines(experts_touched.RESULTS)),
     }
 
 

@@ -6,10 +6,11 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.layers import experts as kinds
 from eagle_kernels.engine.models.layers.linear import Linear
-from eagle_kernels.engine.models.layers.mixture import MixtureOfExperts, Router, experts_touched
+from eagle_kernels.engine.models.layers.mixture import MixtureOfExperts, Router, count_touched, experts_touched
 from eagle_kernels.engine.models.loading import load_target
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.step.choice import Fastest
+from eagle_kernels.reference.causal_attend import causal_attend
 from eagle_kernels.tools.cli.main import main
 from op_tests.engine import expert_models
 from op_tests.engine.families import CASES, SIZES, write_target
@@ -206,6 +207,29 @@ def test_bytes_of_a_step_are_those_of_the_experts_touched(tmp_path):
     assert target.read_bytes(1000) == pytest.approx(held)
     plain = load_target(folder_of("llama", tmp_path / "2"))
     assert plain.read_bytes(1) == plain.read_bytes(64) == sum(tensor.nbytes for tensor in plain.parameters())
+
+
+def test_bytes_of_a_step_are_those_of_the_first_long_prompt(tmp_path):
+    """Neither short ones nor those of a warm-up tell where rows go; what was noted once stays."""
+    target = load_target(folder_of("glm moe", tmp_path))
+    engine = EAGLEInference(None, target, EAGLEConfig(method="naive", cuda_graph=False, eos_token_ids=()))
+    even = target.read_bytes(8)
+    for prompt in [3, 1, 4, 1, 5], [0] * 70:
+        engine.generate([prompt], 2)
+        assert target.read_bytes(8) == even
+    prompt = [7, 8] * 35  # few experts
+    engine.generate([prompt], 2)
+    other = load_target(tmp_path)
+    with torch.inference_mode(), other.noting():
+        other(torch.tensor([prompt]), torch.arange(70)[None], causal_attend, last_only=True)
+    each = 3 * 28 * SIZES["hidden_size"] * 4
+    unread = each * sum(6 - count_touched(mixture.noted, 8) for mixture in mixtures(other))
+    expected = sum(tensor.nbytes for tensor in target.parameters()) - unread
+    assert target.read_bytes(8) == pytest.approx(expected)
+    assert target.read_bytes(8) < even and target.read_bytes(999) == target.read_bytes(70)
+    engine.generate([list(range(70))], 2)
+    assert target.read_bytes(8) == pytest.approx(expected)
+    assert not any(mixture.is_noting for mixture in mixtures(target))
 
 
 def test_a_tree_of_many_experts_is_not_tried_first():

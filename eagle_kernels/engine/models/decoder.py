@@ -4,12 +4,14 @@ State dicts use Hugging Face's parameter names, so its checkpoints load unchange
 (`protocol.Attend`): the module has no cache and no mask, reads no tensor on the host, and fits into a CUDA graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from .decoder_config import DecoderConfig
+from .layers.experts import Experts
 from .layers.linear import Linear, join_projections
 from .layers.mixture import MixtureOfExperts, join_experts
 from .layers.norm import RMSNorm
@@ -93,6 +95,7 @@ class Decoder(ConfiguredModel):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.hidden_size = config.hidden_size
+        self._lacks_notes = isinstance(config.feed_forward, Experts)
         self.model = DecoderBackbone(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
@@ -104,16 +107,31 @@ class Decoder(ConfiguredModel):
 
     def read_bytes(self, num_rows: float) -> float:
         """Returns the bytes of weights that a step of this many rows reads: of experts those that rows go to."""
-        mixtures = [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
+        mixtures = self._mixtures()
         quantised = [buffer for buffer in self.buffers() if not buffer.is_floating_point()]
         held = sum(tensor.nbytes for tensor in (*self.parameters(), *quantised))
         return held - sum(mixture.unread_bytes(num_rows) for mixture in mixtures)
 
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Lets layers of experts keep where the rows of a prompt go, the first time: `read_bytes` then goes by them."""
+        mixtures = self._mixtures() if self._lacks_notes else []
+        self._lacks_notes = False
+        for mixture in mixtures:
+            mixture.is_noting = True
+        try:
+            yield
+        finally:
+            for mixture in mixtures:
+                mixture.is_noting = False
+
     def pack(self) -> None:
         """Puts weights where they are read fastest, once they are filled."""
-        for module in self.modules():
-            if isinstance(module, MixtureOfExperts):
-                module.pack()
+        for mixture in self._mixtures():
+            mixture.pack()
+
+    def _mixtures(self) -> list[MixtureOfExperts]:
+        return [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embed_tokens

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from ..batch.prefix_cache import Held
 from ..batch.state import BatchState
 from ..batch.transfer import to_device, to_host
 from ..drafters.protocol import PromptPart
-from ..models.protocol import takes_rows
+from ..models.protocol import TargetModel, takes_rows
 from ..models.running import run_target
 from ..requests.request import Request
 from ..requests.sampling_params import Features
@@ -21,6 +22,9 @@ from ..step.packed_rows import PromptOutput, PromptRows
 from ..step.runner import Launch
 from ..step.stepper import Stepper
 from ..step.verification import Scores, score
+
+# The least tokens of prompts that tell where rows go among experts.
+_MANY_TOKENS = 64
 
 
 @dataclass(eq=False)
@@ -104,13 +108,21 @@ def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, i
     attend = PrefillAttend(state.target_pool, torch.cat([row.block_table for row, _ in parts]), spans)
     ids = torch.cat([text[:size] for text, (_, size) in zip(tokens, parts)])[None]
     positions = torch.cat([torch.arange(start, start + size, device=device) for start, size in spans])[None]
-    logits, features = run_target(stepper.target, ids, positions, attend, stepper.aux_layers, **last)
+    with _noting(stepper.target, texts):
+        logits, features = run_target(stepper.target, ids, positions, attend, stepper.aux_layers, **last)
     logits = logits[0] if last else logits[0, rows]
     read = []
     for part, text, own, begin in zip(parts, tokens, logits.split([1 + len(inner) for inner in scored]), begins):
         own_features = None if features is None else features[:, begin : begin + part[1]]
         read.append(ReadPart(*part, text, own[-1:], own_features, own[:-1] if len(own) > 1 else None))
     return read
+
+
+def _noting(target: TargetModel, texts: Sequence[Sequence[int]]) -> AbstractContextManager:
+    """Lets a target with experts note where the rows of texts go, if they are many and not all alike, as in a warm-up:
+    the first choice of a tree goes by them."""
+    tells = sum(map(len, texts)) >= _MANY_TOKENS and len(set().union(*texts)) > 1
+    return getattr(target, "noting", nullcontext)() if tells else nullcontext()
 
 
 def hand_scores(row: Row) -> None:

@@ -73,7 +73,8 @@ class Fastest(Choice):
     most_tokens  of each number: the tokens that a step brings a request in the mean, at most
     most_rows    larger batches are decoded plainly; None: there is no limit
     rows         of each number: the rows of a request in a step; None: no step has to be captured
-    read_bytes   the bytes of weights that a step of this many rows reads; None: rows make no difference
+    read_bytes   the bytes of weights that a step of this many rows reads, by a call that may wait for the device;
+                 None: rows make no difference
     tokens       by number: tokens per step, and the rows that they were averaged over; None: nothing is known of them
     """
 

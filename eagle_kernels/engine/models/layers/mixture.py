@@ -17,6 +17,14 @@ def experts_touched(num_rows: float, num_experts: int, num_chosen: int) -> float
     return num_experts * (1.0 - (1.0 - num_chosen / num_experts) ** num_rows)
 
 
+def count_touched(experts: Tensor, num_rows: int) -> float:
+    """Returns how many experts [.., T, K] num_rows neighbouring rows go to in the mean."""
+    length = experts.shape[-2] // num_rows * num_rows
+    groups = experts[..., :length, :].unflatten(-2, (-1, num_rows)).flatten(-2)
+    ordered = groups.sort(dim=-1).values
+    return float(1.0 + (ordered[..., 1:] != ordered[..., :-1]).sum(dim=-1).double().mean())
+
+
 class Router(Linear):
     """Computes the logits of experts, and holds what is added to their scores for the choice.
     is_wide: in fp32, whatever the model's type is."""
@@ -62,6 +70,7 @@ class MixtureOfExperts(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(count, hidden)) if is_joined else None
         self.shared_experts = shared
         self.num_packed = 0
+        self.is_noting, self.noted = False, None  # experts [T, K] of a prompt's rows, see `Decoder.noting`
         self._register_state_dict_hook(_publish)
 
     def forward(self, x: Tensor, in_parts: bool = False, deterministic: bool = False) -> Tensor:
@@ -74,6 +83,8 @@ class MixtureOfExperts(nn.Module):
         compute = ops.fused_experts.reference if is_trained or is_wide else ops.fused_experts
         logits, bias = self.router(x, deterministic).flatten(0, 1), self.router.choice_bias
         routed = route(logits, bias, top_k=settings.num_chosen, num_shared=self.num_packed, **settings.routing)
+        if self.is_noting:
+            self.noted = routed.experts[:, : settings.num_chosen]
         output = compute(rows, routed.experts, routed.weights, **self.table(), **settings.activation).view_as(x)
         if self.shared_experts is not None:
             output = output + self.shared_experts(x, deterministic=deterministic)
@@ -84,9 +95,13 @@ class MixtureOfExperts(nn.Module):
         return {name: getattr(self, name) for name in _TABLE}
 
     def unread_bytes(self, num_rows: float) -> float:
-        """Returns the bytes of experts that no row goes to, by even routing."""
+        """Returns the bytes of experts that no row goes to, as those of a noted prompt do, which waits for the device,
+        or by even routing."""
         settings = self.settings
-        touched = experts_touched(num_rows, settings.num_experts, settings.num_chosen)
+        if self.noted is None:
+            touched = experts_touched(num_rows, settings.num_experts, settings.num_chosen)
+        else:
+            touched = count_touched(self.noted, max(1, min(round(num_rows), len(self.noted))))
         each = (self.gate_up.nbytes + self.down.nbytes) / len(self.down)
         return each * (settings.num_experts - touched)
 
