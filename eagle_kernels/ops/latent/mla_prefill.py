@@ -68,17 +68,12 @@ def mla_prefill(
 
     Args:
         query: [T, Hq, D] fp16, bf16 or fp32. The requests one after another. Of each head the query times the weights
-            of its keys (absorbed), and the turned part after it. Rows may be strided by multiples of D.
+            of its keys (absorbed), and the rotated part after it. Rows may be strided by multiples of D.
         qo_indptr: [B + 1] int. Request b has the queries query[qo_indptr[b]:qo_indptr[b + 1]].
-        latent_cache: [num_pages, page_size, D], dtype of `query`, or float8_e4m3fn or float8_e4m3fnuz if `query` is
-            16-bit. page_size: a power of two, 1..256. Pages and slots may be strided by multiples of D.
-        latent_dim: 4..512; D is at most 128 more.
-        sm_scale: factor of the logits, above 0: 1 / sqrt(D) of the heads before they were absorbed, times what a
-            scaling of the rotary embedding adds.
-        block_table, seq_lens: None, or [B, max_pages] and [B] int. A page table as in vLLM: page ids (rows may be
-            strided, and -1 throughout pads the batch) and number of keys of each request.
-        kv_indptr, kv_indices, last_page_len: None, or [B + 1], [*] and [B] int. A CSR one, as in FlashInfer and SGLang:
-            request b has the pages kv_indices[kv_indptr[b]:kv_indptr[b + 1]], the last with last_page_len[b] keys.
+        latent_cache: [num_pages, page_size, D], dtype of `query`, or 8-bit floats. As in `mla_decode`.
+        latent_dim, sm_scale: as in `mla_decode`.
+        block_table, seq_lens, kv_indptr, kv_indices, last_page_len: None, or [B, max_pages], [B], [B + 1], [*] and [B]
+            int. A page table in one of two forms, as in `mla_decode`.
         latent_scale: None or [1] fp32. Factor of all elements of an 8-bit cache, at least 0.
         max_query: the most queries of a request, at least 1.
         is_causal: each query sees the keys up to its own. False: all keys of its request.

@@ -83,29 +83,18 @@ def mla_tree_attention(
 
     Args:
         query: [B, Nq, Hq, D] fp16, bf16 or fp32; ragged [T, Hq, D]. Of each head the query times the weights of its
-            keys (absorbed), and the turned part after it. Rows may be strided by multiples of D.
-        latent_cache: [num_pages, page_size, D], dtype of `query`, or float8_e4m3fn or float8_e4m3fnuz if `query` is
-            16-bit. page_size: a power of two, 1..256. Pages and slots may be strided by multiples of D.
+            keys (absorbed), and the rotated part after it. Rows may be strided by multiples of D.
+        latent_cache: [num_pages, page_size, D], dtype of `query`, or 8-bit floats. As in `mla_decode`.
         tree_mask: None or [B, Nq, num_words] int64; ragged [T, num_words]. Bit j % 64 of word j // 64: the row sees
             draft j. There is a bit for each draft. Without `is_causal`.
-        latent_dim: 4..512; D is at most 128 more.
-        sm_scale: factor of the logits, above 0: 1 / sqrt(D) of the heads before they were absorbed, times what a
-            scaling of the rotary embedding adds.
+        latent_dim, sm_scale: as in `mla_decode`.
         num_draft_keys: Nk, 1..512. None: Nq. Not for ragged calls.
-        qo_indptr: None or [B + 1] int. Request b has the rows query[qo_indptr[b]:qo_indptr[b + 1]].
-        positions: None or [B * Nq] int; ragged [T]. Positions of the rows, none within the prefix. Read only with
-            `window`, where a `tree_mask` needs them; a chain without them follows the prefix.
-        key_positions: None or [B * Nk] int. Positions of the drafts; None: those of the rows. Read only with
-            `window`, and needed there with `positions` if Nk is not Nq. Not for ragged calls.
-        block_table, seq_lens: None, or [B, max_pages] and [B] int. A page table as in vLLM: page ids (rows may be
-            strided) and slots of each request's prefix. The drafts are in the slots after it.
-        kv_indptr, kv_indices, last_page_len: None, or [B + 1], [*] and [B] int. A CSR one, as in FlashInfer and SGLang:
-            request b has the pages kv_indices[kv_indptr[b]:kv_indptr[b + 1]], the last with last_page_len[b] filled
-            slots. The last of these are the drafts.
+        qo_indptr, positions, key_positions: None, or [B + 1], [B * Nq] (ragged [T]) and [B * Nk] int. As in
+            `tree_attention`.
+        block_table, seq_lens, kv_indptr, kv_indices, last_page_len: None, or [B, max_pages], [B], [B + 1], [*] and [B]
+            int. A page table in one of two forms, as in `tree_attention`; the drafts are always in the cache.
         latent_scale: None or [1] fp32. Factor of all elements of an 8-bit cache, at least 0.
-        is_causal: the drafts are a chain: rows are its last Nq, and see those up to their own. No `tree_mask`.
-        max_query: the most rows of a request, 1..256. Only if ragged, and needed then.
-        window: at least 1; a row at position p sees the keys at positions above p - window. None: all.
+        is_causal, max_query, window: as in `tree_attention`.
         deterministic: a row's bits do not depend on rows around it; they equal those of `mla_decode` over the keys it
             sees, and so those of plain decoding along a node's path, even with `window`. Takes longer.
         plan: None or [B + 1] int32. From `plan_attention`, with the same lengths, drafts and window. Not used if

@@ -121,17 +121,13 @@ def build_tree_from_scores(
         topk: K, the branching of the draft.
         spec_steps: S, the levels of the draft.
         num_verify_tokens: N, nodes of a tree, 1..256 and at most C + 1.
-        tree_mask_mode: a `TreeMaskMode`.
-        prefix_is_set: the prefix of the "full_mask" in `out` already holds True and is not written.
+        tree_mask_mode, prefix_is_set: as in `build_tree`.
         out: seven tensors to write into.
 
     Returns:
         A named tuple:
-        tree_mask: [B, N, ceil(N / 64)] int64 if packed. What each node sees: itself and its ancestors.
-        positions: [B * N] int64. seq_len + depth.
-        retrieve_index: [B, N] int64. b * N + i.
-        retrieve_next_token: [B, N] int64. First child of each node, -1 for none.
-        retrieve_next_sibling: [B, N] int64. Next sibling, -1 for none; siblings ascend.
+        tree_mask, positions, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N, ceil(N / 64)] (if
+            packed), [B * N] and thrice [B, N] int64. The tree, as in `build_tree`.
         draft_tokens: [B * N] int64. verified_id, then the tokens of the kept candidates.
         top_scores_index: [B, N - 1] int64. Their flat ids, ascending: nodes 1..N-1. Ties go to the lower id.
 
