@@ -104,7 +104,8 @@ def build_tree(
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.
-        EAGLE_KERNELS_DEBUG=1 also checks top_scores_index, seq_lens, seq_lens_sum and the size of a "full_mask".
+        EAGLE_KERNELS_DEBUG=1 also checks that the ids of top_scores_index exist, seq_lens, seq_lens_sum and the size of
+        a "full_mask".
 
     Source:
         EAGLE-2, https://arxiv.org/abs/2406.16858, section 4; candidate ids as in SGLang.

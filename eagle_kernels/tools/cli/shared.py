@@ -21,7 +21,7 @@ from ...runtime.placement import DTYPE_NAMES, choose_device, read_device
 from ...runtime.values import parse_json, shown
 from ..inspection import read_prompts_file
 
-_QUANTIZE = f"{', '.join(METHODS)}, or for parts alone such as dense=wint8,lm_head=wint8 (default: 16 bit)"
+_QUANTIZE = f"{', '.join(METHODS)}, or for parts alone such as dense=wint8,lm_head=wint8 (default: not quantised)"
 
 
 def add_config_arguments(command: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
         help="type of the target's keys and values (default: auto, that of the weights)",
     )  # fmt: skip
     add("--quantize", metavar="NAME", type=_parts, help=f"quantise the target at loading: {_QUANTIZE}")
-    add("--draft-quantize", metavar="NAME", type=_parts, help="quantise the draft, likewise (default: 16 bit)")
+    add("--draft-quantize", metavar="NAME", type=_parts, help="quantise the draft, likewise (default: not quantised)")
     add("--eager", action="store_true", help="run without CUDA graphs (default: with them on a GPU)")
     add("--target", type=read_folder, help="folder of the target model (default: the embedded pair)")
     add("--draft", type=read_folder, help="folder of the EAGLE head or draft model (default: the embedded pair)")
