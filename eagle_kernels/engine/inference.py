@@ -99,8 +99,8 @@ class EAGLEInference(Generation):
         Args:
             draft_model: The folder of an EAGLE or Medusa head, of next-token modules, or of a smaller language model
                 with the target's tokenizer; its contents decide how it drafts. Of a folder with folders of several
-                drafts, adaptive="auto" takes the fastest, by the prompts of its prompts.json, lists of token ids. None: no
-                model, or with method="mtp" the target's own folder, where published targets keep their modules.
+                drafts, adaptive="auto" takes the fastest, by the prompts of its prompts.json, lists of token ids. None:
+                no model, or with method="mtp" the target's own folder, where published targets keep their modules.
             target_model: The target's folder, with the end tokens and, if there is one, the tokenizer.
             config: As for the class; "model" in the fields of a server's `--speculative-config`, such as
                 {"method": "mtp", "model": folder}, is the draft if draft_model is None.
