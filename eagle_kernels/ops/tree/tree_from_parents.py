@@ -77,8 +77,8 @@ def tree_from_parents(
     Args:
         verified_id: [B] int. Token of the root, the last committed one.
         draft_tokens: [B, N - 1] int. Tokens of nodes 1..N-1; a negative one is padding.
-        parents: [B, N - 1] int. Parent node of each: 0 is the root (draft i is node i + 1), -1 is padding. A parent that
-            is no earlier node leaves a draft out, unsaid.
+        parents: [B, N - 1] int. Parent node of each: 0 is the root (draft i is node i + 1), -1 is padding. A draft
+            whose parent is no earlier node is left out.
         seq_lens: [B] int. Committed tokens, the root not counted.
         seq_lens_sum: their sum, for a "full_mask" without `out`.
         num_verify_tokens: N, nodes of a tree, 1..256.
