@@ -59,7 +59,7 @@ def prepare_torch(values):
             above = score.gather(1, parent.clamp(min=0))
             score = torch.where(own_depth == level, above * best, score)
         score = torch.where((is_same & earlier).any(2), -1.0, score)
-        kept = score.sort(1, descending=True, stable=True).indices[:, :most].sort(1).values
+        kept = score.sort(dim=1, descending=True, stable=True).indices[:, :most].sort(1).values
         return {"tokens": tokens.flatten(1).gather(1, kept), "scores": score.gather(1, kept)}
 
     return run
