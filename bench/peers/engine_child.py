@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import importlib
 import importlib.metadata
+import itertools
 import json
 import os
 import random
@@ -64,17 +65,12 @@ def main(order_file: str, records_file: str) -> None:
 
 def measure_all(engine, order: dict, write) -> None:
     """Times all batch sizes of an order by each sampling."""
-    source, repeats, given = random.Random(0), order["repeats"], order["prompts"]
-    prompts = {
-        batch: [
-            [source.randrange(SMALLEST_TOKEN, order["vocab_size"]) for _ in range(order["prompt_tokens"])]
-            for _ in range(batch)
-        ]
-        for batch in order["batches"]
-    }
-    turns = {batch: [some] * repeats for batch, some in prompts.items()}
-    if given:
-        turns = {batch: [(given * batch)[batch * turn :][:batch] for turn in range(repeats)] for batch in prompts}
+    source, repeats, given = random.Random(0), range(order["repeats"]), order["prompts"]
+    make = lambda: [source.randrange(SMALLEST_TOKEN, order["vocab_size"]) for _ in range(order["prompt_tokens"])]  # noqa: E731
+    turns = {}  # by batch size, the prompts of each repeat
+    for batch in order["batches"]:
+        prompts = itertools.cycle(given or [make() for _ in range(batch)])
+        turns[batch] = [list(itertools.islice(prompts, batch)) for _ in repeats]
     for sampling in order["sampling"]:
         for batch in order["batches"]:
             about = {"case": order["case"], "batch": batch} | sampling

@@ -20,7 +20,7 @@ class SharedDrafter(Drafter):
     """Lets all drafters draft for all rows. A row's tree has the drafts that are likeliest to be accepted, whoever made
     them (`ops.share_drafts`): a draft that several made is one node, and what the text says may follow what the model
     says. What the drafters promise is compared with what was accepted (`Record`).
-    parts: one drafter for each method, whose trees have packed masks and as many nodes."""
+    parts: one drafter for each method, whose trees have packed masks and the same number of nodes."""
 
     def __init__(self, config: EAGLEConfig, reader: Reader | None, parts: Sequence[Drafter], device: torch.device):
         super().__init__(config)
