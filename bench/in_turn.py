@@ -130,8 +130,6 @@ def _report(rows: list[dict]) -> None:
 def _work(drawn: list[int]) -> None:
     """Answers questions from stdin, with the benchmarks of the checkout in the current folder."""
     sys.path[0] = os.getcwd()
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
     from bench.harness import timing
     from bench.harness.declaration import declared
 
@@ -158,6 +156,8 @@ def _work(drawn: list[int]) -> None:
             elif what == "call":
                 called(*given)
             elif what == "prepare":
+                if hasattr(os, "sched_setaffinity"):  # not before: those that warm up run side by side
+                    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
                 op, case, is_host = given
                 run = public = watch = None
                 torch.cuda.empty_cache()

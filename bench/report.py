@@ -196,8 +196,8 @@ def _case_tables(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> li
     return parts
 
 
-def _drawn_table(file: Path) -> list[str]:
-    """Returns what other providers take of our time over cases that were drawn, for each op and seed."""
+def _drawn_ratios(file: Path) -> dict[tuple[str, str, int, str], list[float]]:
+    """Returns what other providers take of our time over cases that were drawn, by op, kind of drafts, seed, other."""
     rows: dict[tuple, Row] = {}
     for line in read_lines(file) if file.exists() else ():
         rows.setdefault((line["op"], line["seed"], line["case"]), {})[line["provider"]] = line
@@ -206,7 +206,11 @@ def _drawn_table(file: Path) -> list[str]:
         kind = "chains" if case.endswith(" chain") else "trees" if op == "tree_attention" else ""
         for other in row.keys() - {OURS} if OURS in row else ():
             groups.setdefault((op, kind, seed, other), []).append(_graph(row, other) / _graph(row, OURS))
-    if not groups:
+    return groups
+
+
+def _drawn_table(file: Path) -> list[str]:
+    if not (groups := _drawn_ratios(file)):
         return []
     table = [["op", "seed", "other", "cases", "geometric mean", "worst", "below 1", "below 0.95"]]
     for (op, kind, seed, other), ratios in sorted(groups.items()):
@@ -214,6 +218,19 @@ def _drawn_table(file: Path) -> list[str]:
         cells = [f"`{op}` {kind}".strip(), str(seed), other, str(len(ratios)), f"{mean:.2f}×", f"{min(ratios):.2f}×"]
         table.append(cells + [*map(str, below)])
     return ["## Cases that nobody chose", _DRAWN_LEGEND, markdown(table)]
+
+
+def _drawn_rows(file: Path) -> list[list[str]]:
+    """Returns README's rows of attention beside FlashAttention 3: geometric means over the cases of all seeds."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for (op, kind, _, other), ratios in _drawn_ratios(file).items():
+        if other == "fa3":
+            groups.setdefault((op, kind), []).extend(ratios)
+    return [
+        [f"`{op}`", f"{len(ratios)} drawn cases{f', {kind}' if kind else ''}, H200", "-", "fa3", "-",
+         f"{statistics.geometric_mean(ratios):.2f}×"]
+        for (op, kind), ratios in sorted(groups.items())
+    ]  # fmt: skip
 
 
 def _front_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]], server: Path) -> str:
@@ -224,6 +241,7 @@ def _front_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]], serve
         if (op, case) in found:
             row = found[op, case]
             table.append([f"`{op}`", case, _time(_graph(row, OURS)), *_fastest_other(row)])
+    table += _drawn_rows(server.parent / results.DRAWN)
     if server.exists() and (row := server_tables.front_row(server)):
         table.append(row)
     return f"{_machine(sections)}:\n\n{markdown(table)}"

@@ -330,6 +330,10 @@ def test_the_table_of_drawn_cases(tmp_path):
         "| `tree_attention` chains | 3 | fa3 | 1 | 2.00× | 2.00× | 0 | 0 |",
         "| `tree_attention` trees | 3 | fa3 | 3 | 1.21× | 0.90× | 2 | 1 |",
     ]
+    assert report._drawn_rows(tmp_path / "X_Y" / results.DRAWN) == [
+        ["`tree_attention`", "1 drawn cases, chains, H200", "-", "fa3", "-", "2.00×"],
+        ["`tree_attention`", "3 drawn cases, trees, H200", "-", "fa3", "-", "1.21×"],
+    ]
 
 
 @pytest.fixture

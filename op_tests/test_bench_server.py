@@ -252,7 +252,7 @@ def kept(folder) -> list[dict]:
 def test_arguments(tmp_path, capsys):
     options = server.parsed([])
     assert options.case == [case.name for case in CASES]
-    assert options.case[:6] == ["plain", "8/5/64", "4/3/8", "4/4/16", "requests plain", "requests 4/2/4"]
+    assert options.case[:6] == ["plain", "8/5/64", "4/3/8", "4/4/16", "first token 8k", "first token 8 x 2k"]
     assert options.system == SYSTEMS and SYSTEMS[0] == "sglang+flashinfer" and options.logs.is_dir()
     options.logs.rmdir()
     assert options.repeats == 3
@@ -458,6 +458,19 @@ def test_vllm_s_fa3_takes_the_arguments_of_sglang_s(monkeypatch):
     assert call(*given.values()) == {name: value for name, value in given.items() if name != "attention_chunk"}
     with pytest.raises(ValueError, match="has no attention_chunk; got 8"):
         call(*(given | {"attention_chunk": 8}).values())
+
+
+def test_plans_fit_calls_that_name_no_number_of_splits(monkeypatch):
+    """vLLM's operators would each guess it, of other lengths, and a plan of another number has another size."""
+    for function in (vllm_fwd, vllm_get_scheduler_metadata):
+        monkeypatch.setattr(torch.ops._vllm_fa3_C, function.__name__.removeprefix("vllm_"), function, raising=False)
+    rest = {"sparse_mask_fine": None, "only_qv": False}
+    for asked, planned, unplanned in ((0, sglang_fa3.NUM_SPLITS, 0), (1, 1, 1)):
+        given = sglang_arguments(vllm_get_scheduler_metadata, {"num_splits": asked})
+        assert sglang_fa3.get_scheduler_metadata(*given.values())["num_splits"] == planned
+        given = sglang_arguments(vllm_fwd, rest | {"num_splits": asked})
+        assert sglang_fa3.fwd(*given.values())["num_splits"] == planned
+        assert sglang_fa3.fwd(*(given | {"scheduler_metadata": None}).values())["num_splits"] == unplanned
 
 
 @pytest.mark.slow

@@ -137,6 +137,10 @@ CASES = (
     Case("4/3/8", (32,), (4, 3, 8), 2.5, sampling=TREE_SAMPLING),
     Case("4/4/16", (8,), (4, 4, 16), 2.5, prompt_tokens=8192, sampling=TREE_SAMPLING),
     *(
+        Case(f"first token {name}", (batch,), prompt_tokens=tokens, long=1)
+        for name, batch, tokens in (("8k", 1, 8192), ("8 x 2k", 8, 2048))
+    ),
+    *(
         Case(f"requests {name}", RUNNING, tree, accept, prompt_tokens=LONGEST_PROMPT, requests=REQUESTS)
         for name, tree, accept in REQUEST_TREES
     ),

@@ -34,8 +34,9 @@ REQUEST_CASES = [case.name for case in CASES if case.requests]
 MODEL_CASES = [name for name in CASE_NAMES if name.startswith("Qwen3")]
 STEPS = [name for name in CASE_NAMES if name not in (*REQUEST_CASES, *MODEL_CASES, *RANK_CASES)]
 STEPS_ABOUT = (
-    "Steps at the shape of llama-3.1-8b. *of*: tokens a second, as a multiple of that system's at the same commit. "
-    "*sglang+match*: the plug-in by sample and match, in place of SGLang's rule of coins."
+    "Steps at the shape of llama-3.1-8b; *first token*: the time to it in place of a step's. *of*: tokens a second, as "
+    "a multiple of that system's at the same commit. *sglang+match*: the plug-in by sample and match, in place of "
+    "SGLang's rule of coins."
 )
 REQUESTS_ABOUT = (
     "500 requests sent at once, prompts and texts of 716 to 1,024 tokens, at most 48 running, at the shape of "

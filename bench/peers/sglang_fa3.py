@@ -14,6 +14,9 @@ import torch
 LIBRARY = "vllm_fa3.so"
 # the first arguments, up to the windows, are the same in both: of `fwd`, and of `get_scheduler_metadata`
 SAME, SAME_OF_PLANS = 27, 19
+# of a request's keys, at most, where SGLang names none: vLLM's operators would then guess by the longest request, which
+# plans know better than calls, and a plan of another guess does not fit. As vLLM captures its graphs.
+NUM_SPLITS = 32
 
 
 def register() -> None:
@@ -34,6 +37,8 @@ def _forward(
     sparse_mask_fine, only_qv,
 ):  # fmt: skip
     _refuse(attention_chunk=attention_chunk or None, sparse_mask_fine=sparse_mask_fine, only_qv=only_qv or None)
+    if scheduler_metadata is not None:
+        num_splits = num_splits or NUM_SPLITS
     return torch.ops._vllm_fa3_C.fwd(
         *same, softcap, is_rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin, sinks,
         1, 0, None,  # cp_world_size, cp_rank, cp_tot_seqused_k: no context parallelism
@@ -42,8 +47,11 @@ def _forward(
 
 def get_scheduler_metadata(*arguments) -> torch.Tensor:
     """Calls vLLM's operator with the arguments of SGLang's."""
-    _refuse(attention_chunk=arguments[SAME_OF_PLANS] or None)
-    return torch.ops._vllm_fa3_C.get_scheduler_metadata(*arguments[:SAME_OF_PLANS], *arguments[SAME_OF_PLANS + 1 :])
+    attention_chunk, has_softcap, num_splits, *others = arguments[SAME_OF_PLANS:]
+    _refuse(attention_chunk=attention_chunk or None)
+    return torch.ops._vllm_fa3_C.get_scheduler_metadata(
+        *arguments[:SAME_OF_PLANS], has_softcap, num_splits or NUM_SPLITS, *others
+    )
 
 
 def _refuse(**unknown) -> None:

@@ -42,8 +42,9 @@ _DESCRIBED = {
     "min_rows": 64, "max_rows": 64, "num_warps": 4, "num_stages": 2,
     "wide": {"above": 128, "min_rows": 128, "max_rows": 128, "tile_bytes": 32768, "num_warps": 8},
 }  # fmt: skip
-# a call with descriptors takes the host longer
+# a call with descriptors takes the host longer; where tiles of 128 columns wait for their pages, it pays later
 DESCRIBED_TOKENS = 1024
+PAGED_FACTOR = 5
 _SMALL = _AMD | {"widest": _ROW["widest"] | {"num_stages": 1}}  # has 64 KiB of shared memory
 # for prompts and chunks; for a few rows, as of a tree
 TUNING = {
@@ -165,7 +166,8 @@ def prefill_attention(
     page_size, num_kv_heads = k_cache.shape[1:3] if key is None else (0, key.shape[1])
     num_rows = max_query * (query.shape[1] // num_kv_heads)
     tuned = next(row for row in tuning.row(TUNING, query.device) if num_rows >= row["from_rows"])
-    is_described = "described" in tuned and max_query >= DESCRIBED_TOKENS and window is None
+    least = DESCRIBED_TOKENS * (PAGED_FACTOR if page_size > 0 and query.shape[-1] <= 128 else 1)
+    is_described = "described" in tuned and max_query >= least and window is None
     is_described = is_described and all(_has_tiles(each, query.dtype, page_size) for each in keys)
     launch_prompts(
         "prefill_attention",

@@ -46,7 +46,7 @@ def ahead_of_time_cases():
     yield "D=64 float16 paged", make([100], [40], 64, 4, 2, 16, torch.float16)
     for head_dim in (128, 256):
         yield f"described D={head_dim}", make([1100], [0], head_dim, 4, 2, None, torch.bfloat16)
-    yield "described pages", make([1100], [40], 128, 4, 2, 64, torch.float16)
+    yield "described pages", make([5120], [40], 128, 4, 2, 64, torch.float16)
     yield "packed", with_pools(make([100], [40], 128, 4, 2, 16, torch.float16), "pthw")
     everything = make([100], [40], 256, 4, 1, 64, torch.float16, form="csr")
     everything |= {"window": 50, "soft_cap": 30.0, "sinks": torch.zeros(4)}
@@ -84,7 +84,9 @@ def test_matches_reference(shape, device):
 def described(monkeypatch):
     """Lets descriptors read the keys of all prompts; returns whether they do in a call."""
     retune(monkeypatch, TUNING, described={"min_rows": 64, "max_rows": 64, "num_warps": 4})
-    monkeypatch.setattr(module_of_op("attention.prefill_attention"), "DESCRIBED_TOKENS", 1)
+    module = module_of_op("attention.prefill_attention")
+    monkeypatch.setattr(module, "DESCRIBED_TOKENS", 1)
+    monkeypatch.setattr(module, "PAGED_FACTOR", 1)
 
     def is_described(values: dict) -> bool:
         launches = []
