@@ -153,9 +153,11 @@ def launch_chunks(op: str, arguments: dict, tuned: dict) -> None:
         **tuning.compiler_options(tuned),
     )
     if has_parts:
-        # about the parts of one request at once, or all of one alone; more of them leave room for fewer rows
+        # about the parts of one request at once, or all of one alone; more of them leave room for fewer rows, as suits
+        # requests of few rows: one long request keeps no multiprocessor busy with four of them
         alone = count_chunks(1, num_tiles, num_processors, tuned["programs"])
-        rows, parts = (4, 16) if arguments["num_query"] > 1 or alone <= 16 else (1, 32)
+        is_wide = arguments["num_query"] * arguments["out"].output.shape[-2] > 4 * num_processors
+        rows, parts = (4, 16) if is_wide or alone <= 16 else (1, 32)
         if num_chunks <= 4 * batch_size:
             rows, parts = 4, 4
         cutting = {"LEAST_BLOCKS": least_blocks, "BLOCK_BATCH": 1 if batch_size == 1 else 128}
