@@ -44,6 +44,10 @@ class TableSizes(NamedTuple):
     stride_positions_column: Any
 
 
+# for do_not_specialize: of rows that begin at multiples of 16, angles are read by wide instructions
+TABLE_NUMBERS = [name for name in TableSizes._fields if name not in ("stride_cos_position", "stride_sin_position")]
+
+
 class Angles(NamedTuple):
     """The angles by which one token's heads turn."""
 
@@ -100,10 +104,11 @@ def _store(place_ptr, value, mask, scale, FP8_BIAS: tl.constexpr):
 
 @triton.jit
 def move_heads(
-    source_ptr, target_ptr, source_row, target_row, is_head, angles, scale,
+    source_ptr, target_ptr, source_row, target_row, is_head, is_written, angles, scale,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr, FP8_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Moves heads [HEAD] from row source_row to row target_row, both int64, a row being HEAD_DIM elements.
+    is_written: whether they have a target; they are read meanwhile, before that is known.
     scale: [HEAD, 1] or a number, of targets of 8 bits. FP8_BIAS: of the 8-bit float to write; 0: elements keep their
     dtype, unscaled, unless the target is int8. Source and target may be the same: a program reads an element before it
     writes there, and no other program reads it."""
@@ -111,22 +116,32 @@ def move_heads(
     target_ptr += target_row[:, None] * HEAD_DIM
     is_head = is_head[:, None]
     if ROTARY_DIM > 0:
-        pair = tl.arange(0, next_power_of_2(ROTARY_DIM // 2))[None, :]
-        in_bounds = is_head & (pair < ROTARY_DIM // 2)
-        if IS_INTERLEAVED:
-            first_column, second_column = 2 * pair, 2 * pair + 1
+        NUM_PAIRS: tl.constexpr = next_power_of_2(ROTARY_DIM // 2)
+        cos, sin = angles.cos[None, :], angles.sin[None, :]
+        if IS_INTERLEAVED:  # neighbours are moved together: by wide instructions
+            column = tl.arange(0, 2 * NUM_PAIRS)[None, :]
+            in_bounds = is_head & (column < ROTARY_DIM)
+            both = tl.load(source_ptr + column, mask=in_bounds)  # [HEAD, 2 * PAIR]
+            first, second = tl.split(tl.reshape(both, (both.shape[0], NUM_PAIRS, 2)))
+            turned = tl.reshape(tl.join(*_rotate(first, second, cos, sin)), both.shape)
+            turned = tl.where(angles.is_known, turned, both)
+            _store(target_ptr + column, turned, in_bounds & is_written, scale, FP8_BIAS)
         else:
-            first_column, second_column = pair, ROTARY_DIM // 2 + pair
-        first = tl.load(source_ptr + first_column, mask=in_bounds)  # [HEAD, PAIR]
-        second = tl.load(source_ptr + second_column, mask=in_bounds)
-        turned_first, turned_second = _rotate(first, second, angles.cos[None, :], angles.sin[None, :])
-        _store(target_ptr + first_column, tl.where(angles.is_known, turned_first, first), in_bounds, scale, FP8_BIAS)
-        _store(target_ptr + second_column, tl.where(angles.is_known, turned_second, second), in_bounds, scale, FP8_BIAS)
+            pair = tl.arange(0, NUM_PAIRS)[None, :]
+            in_bounds = is_head & (pair < ROTARY_DIM // 2)
+            first = tl.load(source_ptr + pair, mask=in_bounds)  # [HEAD, PAIR]
+            second = tl.load(source_ptr + ROTARY_DIM // 2 + pair, mask=in_bounds)
+            turned_first, turned_second = _rotate(first, second, cos, sin)
+            turned_first = tl.where(angles.is_known, turned_first, first)
+            turned_second = tl.where(angles.is_known, turned_second, second)
+            in_bounds &= is_written
+            _store(target_ptr + pair, turned_first, in_bounds, scale, FP8_BIAS)
+            _store(target_ptr + ROTARY_DIM // 2 + pair, turned_second, in_bounds, scale, FP8_BIAS)
     if ROTARY_DIM < HEAD_DIM:
         column = ROTARY_DIM + tl.arange(0, next_power_of_2(HEAD_DIM - ROTARY_DIM))[None, :]
         in_bounds = is_head & (column < HEAD_DIM)
         value = tl.load(source_ptr + column, mask=in_bounds)  # [HEAD, column]
-        _store(target_ptr + column, value, in_bounds, scale, FP8_BIAS)
+        _store(target_ptr + column, value, in_bounds & is_written, scale, FP8_BIAS)
 
 
 def check_heads(args: check.Arguments, name: str, heads: str, dtypes) -> torch.Tensor:

@@ -5,7 +5,7 @@ Computes: k_cache[slots[t]] = key[t], v_cache[slots[t]] = value[t]; slot s is ro
     `rope` and a write after it. A cache of 8 bits gets elements divided by their scale (primitives/fp8.py).
 Invariants: Nothing is written in the caches but the slots of the tokens. Queries are rotated whatever the slot of their
     token. In caches of more bits elements keep their own, NaN as well.
-Grid: (T, head tiles), one program moves a few heads of one of T tokens: of keys, of values or of queries.
+Grid: (T, head tiles), one program moves a few heads of one of T tokens: of keys and values, or of queries.
 Launches: 1
 Traffic: element bytes * T * (2 * Hkv + 2 * Hq) * D, cache element bytes * 2 * T * Hkv * D, and a row of each table a
     token; for Hq query heads and Hkv KV heads of D elements.
@@ -20,7 +20,7 @@ import torch
 from ...primitives import fp8, rotary
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.paging import check_pool, slot_strides
-from ...primitives.rotary import TableSizes, load_angles, move_heads
+from ...primitives.rotary import TABLE_NUMBERS, TableSizes, load_angles, move_heads
 from ...primitives.strides import check_tokens, of_token, token_arguments, token_sizes
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
@@ -66,7 +66,7 @@ class Shape(NamedTuple):
 
 
 @triton.jit(
-    do_not_specialize=[*token_sizes("slots"), *TableSizes._fields, "num_pages", "stride_key_token", "stride_key_head",
+    do_not_specialize=[*token_sizes("slots"), *TABLE_NUMBERS, "num_pages", "stride_key_token", "stride_key_head",
                        "stride_value_token", "stride_value_head", "stride_query_token", "stride_query_head",
                        "stride_output_token", "stride_output_head", "stride_k_page", "stride_v_page",
                        "stride_k_scale_head", "stride_v_scale_head"]
@@ -98,30 +98,27 @@ def _write_kv_kernel(
 
     if tile < num_kv_tiles:
         head = tile * BLOCK_HEAD + block
-        is_head = (head < SHAPE.NUM_KV_HEADS) & is_written
+        is_head = head < SHAPE.NUM_KV_HEADS
         angles = load_angles(tables, sizes, tl.program_id(0), ROTARY_DIM)
         move_heads(
             inputs.key, out.k_cache, token * stride_key_token + head * stride_key_head,
-            page * stride_k_page + row_in_page + head * SHAPE.STRIDE_HEAD, is_head, angles,
+            page * stride_k_page + row_in_page + head * SHAPE.STRIDE_HEAD, is_head, is_written, angles,
             _load_scale(inputs.k_scale, head, is_head, stride_k_scale_head),
             HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED,
             FP8_BIAS=SHAPE.FP8_BIAS,
         )  # fmt: skip
-    elif tile < 2 * num_kv_tiles:
-        head = (tile - num_kv_tiles) * BLOCK_HEAD + block
-        is_head = (head < SHAPE.NUM_KV_HEADS) & is_written
         move_heads(
             inputs.value, out.v_cache, token * stride_value_token + head * stride_value_head,
-            page * stride_v_page + row_in_page + head * SHAPE.STRIDE_HEAD, is_head, None,
+            page * stride_v_page + row_in_page + head * SHAPE.STRIDE_HEAD, is_head, is_written, None,
             _load_scale(inputs.v_scale, head, is_head, stride_v_scale_head),
             HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=0, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED, FP8_BIAS=SHAPE.FP8_BIAS,
         )  # fmt: skip
     elif SHAPE.NUM_QUERY_HEADS > 0:
-        head = (tile - 2 * num_kv_tiles) * BLOCK_HEAD + block
+        head = (tile - num_kv_tiles) * BLOCK_HEAD + block
         angles = load_angles(tables, sizes, tl.program_id(0), ROTARY_DIM)
         move_heads(
             inputs.query, out.query, token * stride_query_token + head * stride_query_head,
-            token * stride_output_token + head * stride_output_head, head < SHAPE.NUM_QUERY_HEADS, angles, 1.0,
+            token * stride_output_token + head * stride_output_head, head < SHAPE.NUM_QUERY_HEADS, True, angles, 1.0,
             HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED, FP8_BIAS=0,
         )  # fmt: skip
 
@@ -246,7 +243,7 @@ def write_kv(
     block_head = rotary.tile_of_heads(max(num_query_heads, num_kv_heads), head_dim, tuned.pop("tile_elements"))
     launch(
         "write_kv", _write_kv_kernel,
-        (num_tokens, 2 * triton.cdiv(num_kv_heads, block_head) + triton.cdiv(num_query_heads, block_head)),
+        (num_tokens, triton.cdiv(num_kv_heads, block_head) + triton.cdiv(num_query_heads, block_head)),
         inputs=Inputs(key, value, query, slots, k_scale, v_scale),
         out=Outputs(
             k_cache.view(torch.uint8) if fp8_bias else k_cache,

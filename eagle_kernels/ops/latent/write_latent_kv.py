@@ -22,7 +22,7 @@ import torch
 from ...primitives import fp8, rotary
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.paging import slot_strides
-from ...primitives.rotary import TableSizes, load_angles, move_heads
+from ...primitives.rotary import TABLE_NUMBERS, TableSizes, load_angles, move_heads
 from ...primitives.strides import check_tokens, of_token, token_arguments, token_sizes
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
@@ -67,7 +67,7 @@ class Shape(NamedTuple):
 
 
 @triton.jit(
-    do_not_specialize=[*token_sizes("slots"), *TableSizes._fields, "num_pages", "stride_latent_token",
+    do_not_specialize=[*token_sizes("slots"), *TABLE_NUMBERS, "num_pages", "stride_latent_token",
                        "stride_key_token", "stride_query_token", "stride_query_head", "stride_output_token",
                        "stride_output_head", "stride_page"]
 )  # fmt: skip
@@ -95,17 +95,18 @@ def _write_latent_kv_kernel(
         row = page * stride_page + (slot % SHAPE.PAGE_SIZE) * SHAPE.STRIDE_TOKEN
         target_ptr = out.latent_cache + row * (SHAPE.LATENT_DIM + SHAPE.ROPE_DIM)
         here = tl.zeros([1], tl.int64)
-        is_written = (here == 0) & (slot >= 0) & (page < num_pages)
+        is_written = (slot >= 0) & (page < num_pages)
         scale = 1.0
         if inputs.latent_scale is not None:
             scale = tl.load(inputs.latent_scale)
         move_heads(
-            inputs.latent + token * stride_latent_token * SHAPE.UNIT, target_ptr, here, here, is_written, None, scale,
+            inputs.latent + token * stride_latent_token * SHAPE.UNIT, target_ptr, here, here, here == 0,
+            is_written, None, scale,
             HEAD_DIM=SHAPE.LATENT_DIM, ROTARY_DIM=0, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED, FP8_BIAS=SHAPE.FP8_BIAS,
         )  # fmt: skip
         move_heads(
             inputs.rope_key + token * stride_key_token * SHAPE.UNIT, target_ptr + SHAPE.LATENT_DIM, here, here,
-            is_written, angles, scale,
+            here == 0, is_written, angles, scale,
             HEAD_DIM=SHAPE.ROPE_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED,
             FP8_BIAS=SHAPE.FP8_BIAS,
         )  # fmt: skip
@@ -113,7 +114,7 @@ def _write_latent_kv_kernel(
         head = (tile - 1) * BLOCK_HEAD + tl.arange(0, BLOCK_HEAD).to(tl.int64)
         move_heads(
             inputs.query, out.query, token * stride_query_token + head * stride_query_head,
-            token * stride_output_token + head * stride_output_head, head < SHAPE.NUM_QUERY_HEADS, angles, 1.0,
+            token * stride_output_token + head * stride_output_head, head < SHAPE.NUM_QUERY_HEADS, True, angles, 1.0,
             HEAD_DIM=SHAPE.ROPE_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED, FP8_BIAS=0,
         )  # fmt: skip
 

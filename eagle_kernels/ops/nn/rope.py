@@ -17,7 +17,7 @@ import torch
 
 from ...primitives import rotary
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.rotary import TableSizes, load_angles, move_heads
+from ...primitives.rotary import TABLE_NUMBERS, TableSizes, load_angles, move_heads
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -36,7 +36,7 @@ IN_PLACE = {"query": ("query",), "key": ("key",)}
 TUNING = {"default": {"tile_elements": 1024, "num_warps": 4}}
 
 
-@triton.jit(do_not_specialize=[*TableSizes._fields, "stride_query_token", "stride_query_head", "stride_key_token",
+@triton.jit(do_not_specialize=[*TABLE_NUMBERS, "stride_query_token", "stride_query_head", "stride_key_token",
                                "stride_key_head", "stride_output_query_token", "stride_output_query_head",
                                "stride_output_key_token", "stride_output_key_head"])  # fmt: skip
 def _rope_kernel(
@@ -60,14 +60,14 @@ def _rope_kernel(
     if first_head < first_key:
         move_heads(
             query_ptr, out.query, token * stride_query_token + head * stride_query_head,
-            token * stride_output_query_token + head * stride_output_query_head, head < NUM_QUERY_HEADS, angles, 1.0,
-            HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8_BIAS=0,
+            token * stride_output_query_token + head * stride_output_query_head, head < NUM_QUERY_HEADS, True,
+            angles, 1.0, HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8_BIAS=0,
         )  # fmt: skip
     else:
         head -= first_key
         move_heads(
             key_ptr, out.key, token * stride_key_token + head * stride_key_head,
-            token * stride_output_key_token + head * stride_output_key_head, head < NUM_KV_HEADS, angles, 1.0,
+            token * stride_output_key_token + head * stride_output_key_head, head < NUM_KV_HEADS, True, angles, 1.0,
             HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8_BIAS=0,
         )  # fmt: skip
 
