@@ -33,9 +33,6 @@ README_ROWS = (
     ("verify_tree_greedy", "K/S/N=4/3/8 B=8 ids full depth"),
     ("verify_tree_coins", "K/S/N=4/3/8 B=8 full depth"),
     ("verify_tree_sampled", "K/S/N=8/5/64 B=8 top-k 50 top-p 0.9 full depth"),
-    ("tree_attention", "B=8 L=8192 N=64 page 16 heads 32/8/128"),
-    ("gqa_decode", "B=8 L=8192 page 16 heads 32/8/128"),
-    ("prefill_attention", "B=1 L=4096 heads 32/8/128"),
 )
 README_SERVER = "NVIDIA_H200"
 # the pages beside README.md that hold the tables of `--app server`, between the marks `<!-- server:begin -->`

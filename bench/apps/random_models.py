@@ -16,7 +16,7 @@ from eagle_kernels.engine.models.medusa import MedusaConfig, MedusaHeads
 from eagle_kernels.engine.models.parallel_head import ParallelEagleConfig, ParallelEagleHead
 from eagle_kernels.engine.models.protocol import DraftOutput, TargetModel, TargetOutput
 from eagle_kernels.engine.models.quantised_linears import quantise_linears
-from eagle_kernels.engine.models.quantising import quantisation_at_load, read_quantize
+from eagle_kernels.engine.models.quantising import quantise_at_load, read_quantize
 
 # Standard deviation of a draft's logits: the best one takes most of the probability, as a trained head's does, and
 # trees are deep. With all tokens nearly equal the best 64 paths would all end on the first two levels.
@@ -88,7 +88,7 @@ def quantised_target(
         model.lm_head.weight = None
         checkpoint.tensors.pop("lm_head.weight", None)
     model.quantize = read_quantize("quantize", quantize)
-    quantise_linears(model, checkpoint.tensors, checkpoint.get, quantisation_at_load(model.quantize))
+    quantise_linears(model, checkpoint.tensors, checkpoint.get, quantise_at_load(None, model.quantize))
     checkpoint.fill(model, device, dtype, check_weights=False)
     model.tie_weights()
     return model
@@ -102,7 +102,7 @@ def quantised_head(whole: EagleHead, quantize: str | dict[str, str]) -> EagleHea
     checkpoint.tensors = {name: stored for name, stored in checkpoint.tensors.items() if name in tensors}
     checkpoint.read = lambda: ((name, tensors[name]) for name in checkpoint.tensors)
     head.quantize = read_quantize("draft_quantize", quantize)
-    quantise_linears(head, checkpoint.tensors, checkpoint.get, quantisation_at_load(head.quantize))
+    quantise_linears(head, checkpoint.tensors, checkpoint.get, quantise_at_load(None, head.quantize))
     checkpoint.fill(head, whole.device, whole.dtype, check_weights=False)
     return head
 

@@ -125,6 +125,20 @@ def test_experts_are_quantised_at_loading(method, tmp_path):
     assert not any(isinstance(each, QuantisedMixture) for each in mixtures(dense))
 
 
+def test_what_a_file_has_in_16_bit_is_quantised_beside_its_experts(tmp_path):
+    """Those of gpt-oss are in MXFP4; what chooses experts keeps its bits."""
+    plain = write_plain("gpt oss", tmp_path / "plain")
+    folder = write_mxfp4(plain, tmp_path / "quantised")
+    expected, target = logits_of(load_target(folder)), load_target(folder, quantize={"dense": "wint8"})
+    attention, feed_forward = target.model.layers[0].self_attn, target.model.layers[0].mlp
+    assert type(attention.o_proj).__name__ == "QuantisedLinear" and isinstance(feed_forward, QuantisedMixture)
+    assert not any("router" in name for name, each in target.named_modules() if "Quantised" in type(each).__name__)
+    assert 0 < (logits_of(target) - expected).norm() < 0.1 * expected.norm()
+    with pytest.raises(ModelError, match=r"experts: quantize must not name weights that are quantised already \(mxfp4"):
+        load_target(folder, quantize="wint8")
+    assert not mixtures(load_target(plain, quantize={"dense": "wint8"}))[0].__class__.__name__.startswith("Quantised")
+
+
 def test_text_of_speculation_is_that_of_plain_decoding(tmp_path):
     plain = write_plain("gpt oss", tmp_path / "plain")
     target = load_target(write_mxfp4(plain, tmp_path / "quantised"))

@@ -38,7 +38,7 @@ from .parallel_head import ParallelEagleConfig, ParallelEagleHead
 from .protocol import FINAL_NORM, ModelError, TargetModel
 from .quantisation import read_quantisation, without_quantisation
 from .quantised_linears import Quantisation, quantise_linears
-from .quantising import quantisation_at_load, read_quantize
+from .quantising import quantise_at_load, read_quantize
 from .settings import is_empty, is_off
 from .transformers_target import TransformersTarget
 
@@ -126,9 +126,7 @@ def load_target(
 def _quantisation(folder: Path, config: dict[str, Any], chosen: dict[str, str] | None) -> Quantisation | None:
     """Returns how the folder's weights are quantised, or how they are to be."""
     stored = read_quantisation(folder, config)
-    if stored is not None and chosen is not None:
-        raise ModelError(f"quantize must be None for weights that are quantised already ({stored.name})")
-    return stored if chosen is None else quantisation_at_load(chosen)
+    return stored if chosen is None else quantise_at_load(stored, chosen)
 
 
 def _open(folder: Path, of_draft: bool = False) -> tuple[dict[str, Any], Checkpoint, str | None]:

@@ -31,7 +31,7 @@ class Quantisation(NamedTuple):
     name: str  # in errors
     layout_of: Callable[[str], Layout | None]  # by a module's name in the file; None: it stays in 16 bit
     plain: Layout  # of those
-    replaces: bool = False  # whether weights in 16 bit are quantised, rather than left as they are
+    at_load: Callable[[str], Layout | None] | None = None  # how weights in 16 bit are quantised; None: they stay
 
 
 def quantise_linears(
@@ -74,8 +74,11 @@ def _layout_of(ours: str, stored: dict[str, Any], quantisation: Quantisation) ->
     """Returns the layout of a weight of this name; stored: headers of its tensors."""
     theirs = next((each.name.rpartition(".")[0] for each in stored.values()), ours)
     is_plain = "weight" in stored and stored["weight"].dtype in _FLOATS
-    layout = quantisation.layout_of(theirs)
-    return quantisation.plain if layout is None or is_plain and not quantisation.replaces else layout
+    layout = None if is_plain else quantisation.layout_of(theirs)
+    chosen = None if quantisation.at_load is None else quantisation.at_load(theirs)
+    if layout is not None and chosen is not None:
+        raise ModelError(f"{ours}: quantize must not name weights that are quantised already ({quantisation.name})")
+    return layout or chosen or quantisation.plain
 
 
 def _quantise_experts(
@@ -90,7 +93,8 @@ def _quantise_experts(
         told = ", ".join(sorted({layout.op for layout in layouts.values()}))
         raise ModelError(f"{path}: experts of several formats in one layer ({told}) are not implemented")
     name, layout = next(iter(layouts.items()))
-    if quantisation.replaces and layout.op != PLAIN and not mixture.settings.projections:
+    is_chosen = quantisation.at_load is not None and quantisation.at_load(name) is not None
+    if is_chosen and not mixture.settings.projections:
         raise ModelError(f"{path}: quantising experts whose tensors hold all of them is not implemented")
     if layout.op == PLAIN or not (mixture.settings.projections or held.get(name, {}).keys() & {"gate_up_proj_blocks"}):
         return

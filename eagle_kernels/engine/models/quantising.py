@@ -108,17 +108,19 @@ def read_quantize(argument: str, value: Any) -> dict[str, str] | None:
     return {part: name.lower() for part, name in parts.items()}
 
 
-def quantisation_at_load(chosen: Mapping[str, str]) -> Quantisation:
-    """Returns how to quantise the weights of a file in 16 bit, as `read_quantize` tells it."""
+def quantise_at_load(stored: Quantisation | None, chosen: Mapping[str, str]) -> Quantisation:
+    """Returns how a folder's weights are quantised if those that it has in 16 bit are, as `read_quantize` tells it.
+    stored: how its others are."""
     layouts = {part: _layout_of(*_METHODS[name]) for part, name in chosen.items()}
 
     def layout_of(name: str) -> Layout | None:
         last = name.rpartition(".")[2]
-        if last == "gate":  # chooses experts
+        if last in ("gate", "router"):  # chooses experts
             return None
-        return layouts.get("lm_head" if last == "lm_head" else "experts" if ".experts." in name else "dense")
+        return layouts.get("lm_head" if last == "lm_head" else "experts" if ".experts" in name else "dense")
 
-    return Quantisation("quantize", layout_of, LAYOUTS["16 bit"](), replaces=True)
+    stored = stored or Quantisation("", lambda name: None, LAYOUTS["16 bit"]())
+    return stored._replace(at_load=layout_of)
 
 
 def _layout_of(op: str, bits: int, quantise: Callable[[Tensor], Packed]) -> Layout:
