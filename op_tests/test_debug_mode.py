@@ -71,6 +71,9 @@ LEAST, ALMOST_1 = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
 NAN = float("nan")
 DRAWN = {"positions": INTS([5, 6]), "seeds": INTS([1])}
 FILTERS = {"temperature": torch.zeros(1), "top_p": torch.zeros(1), "min_p": torch.zeros(1)}
+LINK_STEPS = [at("retrieve_next_token", 0, 0, to=2), at("retrieve_next_token", 0, 0, to=0),
+              at("retrieve_next_token", 0, 0, to=-2), at("retrieve_next_token", 0, 1, to=1),
+              at("retrieve_next_sibling", 0, 1, to=2), at("retrieve_next_sibling", 0, 0, to=1)]  # fmt: skip
 PENALTIES = {"repetition_penalty": torch.full((1,), LEAST), "frequency_penalty": torch.zeros(1),
              "presence_penalty": torch.zeros(1)}  # fmt: skip
 BELOW_0 = [at("temperature", 0, to=-LEAST), at("temperature", 0, to=NAN)]
@@ -259,7 +262,7 @@ LIMITS = {
     "simulated": ("verify_tree_greedy", TREE | DRAWN | {
         "target_predict": INTS([[1, 2]]), "spec_steps": 2, "accept_policy": "simulate",
         "simulated_rates": torch.tensor([1.0, 0.0]),
-    }, [at("simulated_rates", 0, to=1.0 + 2.0**-23), at("simulated_rates", 1, to=-LEAST)]),
+    }, [*LINK_STEPS, at("simulated_rates", 0, to=1.0 + 2.0**-23), at("simulated_rates", 1, to=-LEAST)]),
     "sampled": (
         "verify_tree_sampled",
         TREE | DRAWN | FILTERS | PENALTIES | {"target_logits": torch.zeros(2, 4), "spec_steps": 1},

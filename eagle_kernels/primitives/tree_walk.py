@@ -74,7 +74,27 @@ def check_links(args: check.Arguments) -> tuple[int, int]:
     batch_size, num_nodes = args.size("B"), args.size("N")
     if not 1 <= num_nodes <= MAX_NODES:
         args.fail("candidates", f"hold the root and at most {MAX_NODES} nodes", [batch_size, num_nodes])
+    args.debug("retrieve_next_sibling", "be -1 at the root", lambda: _live_links(args.values)[:, 1, :1] == -1)
+    for at, name in enumerate(("retrieve_next_token", "retrieve_next_sibling")):
+        args.debug(
+            name, f"be -1 or a node of 1..{num_nodes - 1} that no other link leads to",
+            lambda at=at: _are_sound(_live_links(args.values))[:, at],
+        )  # fmt: skip
     return batch_size, num_nodes
+
+
+def _live_links(values: dict) -> torch.Tensor:
+    """Returns the links [B, 2, N] to children and to siblings, -1 in dead rows."""
+    links = torch.stack([values[name].long() for name in ("retrieve_next_token", "retrieve_next_sibling")], 1)
+    root = values["retrieve_index"][:, 0]
+    is_dead = root // links.shape[2] != torch.arange(len(root), device=root.device)
+    return links.masked_fill(is_dead[:, None, None], -1)
+
+
+def _are_sound(links: torch.Tensor) -> torch.Tensor:
+    all_links = links.flatten(1)[:, None]
+    is_only = (links.flatten(1)[:, :, None] == all_links).sum(2).view(links.shape) == 1
+    return (links == -1) | ((links >= 1) & (links < links.shape[2]) & is_only)
 
 
 def tree_arguments(values: dict) -> dict:

@@ -130,8 +130,8 @@ def verify_tree_rejection(
         replacement) ends the list of its siblings; one whose token is not in the vocabulary is skipped.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks temperatures, and that
-            d2t maps to target ids; sums of probabilities are unchecked.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks links, temperatures,
+            and that d2t maps to target ids; sums of probabilities are unchecked.
 
     Source:
         Without replacement: RSD, https://arxiv.org/abs/2402.14160, algorithm 2; Sequoia,

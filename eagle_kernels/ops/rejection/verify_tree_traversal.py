@@ -167,8 +167,8 @@ def verify_tree_traversal(
         skipped with all nodes below it.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks temperatures; d2t and
-            sums of probabilities are unchecked.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks links and
+            temperatures; d2t and sums of probabilities are unchecked.
 
     Source:
         Weng et al., https://arxiv.org/abs/2505.12398, algorithms 1 and 2. Links as in SGLang; coins and noise are

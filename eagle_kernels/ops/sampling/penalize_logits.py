@@ -195,7 +195,7 @@ def penalize_logits(
         [B * N, V] fp32. The penalized logits; a dead row, as in `verify_tree`, keeps its logits.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks that
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks links, that
             repetition_penalty is above 0, and the others for NaN.
 
     Source:

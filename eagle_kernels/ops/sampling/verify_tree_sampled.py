@@ -181,8 +181,8 @@ def verify_tree_sampled(
         last_row: [B] int64.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks simulated_rates, and
-            what it checks in `sample_from_logits`.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks links,
+            simulated_rates, and what it checks in `sample_from_logits`.
 
     Source:
         EAGLE-2, https://arxiv.org/abs/2406.16858, whose recursive rejection has the same distribution for distinct

@@ -286,7 +286,8 @@ def verify_tree_coins(
         has no mass left.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks the coins.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks coins and
+            links.
 
     Source:
         SGLang's tree_speculative_sampling_target_only, by the rule of its newer versions, without draft_probs; SGLang

@@ -240,7 +240,8 @@ def verify_tree_greedy(
         accept_token_num: [B] int32.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks simulated_rates.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks links and
+            simulated_rates.
 
     Source:
         EAGLE, https://arxiv.org/abs/2401.15077; links and outputs as in SGLang's verify_tree_greedy. "accept_all" and

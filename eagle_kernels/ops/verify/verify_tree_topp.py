@@ -156,7 +156,7 @@ def verify_tree_topp(
         End tokens are left to the caller.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks links.
 
     Source:
         FastDeploy's strategy TOPP for chains, as in its Python code; trees are eagle_kernels' own.

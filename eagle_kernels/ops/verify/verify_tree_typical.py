@@ -271,8 +271,8 @@ def verify_tree_typical(
         accept_token_num: [B] int32.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks temperature, epsilon
-            and delta.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks links,
+            temperature, epsilon and delta.
 
     Source:
         Medusa, https://arxiv.org/abs/2401.10774, section 3.3.1. Links as in SGLang.
