@@ -8,6 +8,7 @@ from .runtime.lazy import lazily
 _HOMES = {
     # the engine
     "BenchmarkResult": ".engine.benchmark:BenchmarkResult",
+    "Candidate": ".engine.step.plan:Candidate",
     "Detokenizer": ".engine.models.tokenizer:Detokenizer",
     "DraftHead": ".engine.models.draft_head:DraftHead",
     "EngineLock": ".engine.serve.lock:EngineLock",

@@ -14,6 +14,7 @@ from .engine.serve.output import GenerationStats as GenerationStats
 from .engine.serve.stream import TextPiece as TextPiece
 from .engine.serve.stream import TextStream as TextStream
 from .engine.serve.stream import TokenStream as TokenStream
+from .engine.step.plan import Candidate as Candidate
 from .engine.step.stepper import Verified as Verified
 from .ops.attention.shared.attention import Output as AttentionOutput
 from .ops.draft.merge_drafts import Output as MergeDraftsOutput
@@ -55,6 +56,7 @@ __all__ = [
     "BuildTreeFromBlocksOutput",
     "BuildTreeFromScoresOutput",
     "BuildTreeOutput",
+    "Candidate",
     "ChainKVIndicesOutput",
     "CommitOutput",
     "Detokenizer",

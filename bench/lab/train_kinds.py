@@ -104,8 +104,6 @@ def train_kinds(
         rows = compare(output / kind, kind, measured, prompts, plan.levels, options.new_tokens)
         record["comparison"] = [row for row in record["comparison"] if row["kind"] != kind] + rows
         write_json(output / "training.json", record)
-        # by which adaptive="auto" chooses among the folders
-        write_json(output / "prompts.json", [prompt for some in prompts.values() for prompt in some])
         (output / "README.md").write_text(card_of(record), encoding="utf-8")
         _tell(f"{kind}: {best_of(rows)}")
     return record

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from ..runtime.values import read_flag, shown
 from .benchmark import BenchmarkResult, benchmark
 from .config import pairing
 from .config.eagle_config import EAGLEConfig
-from .config.several_drafts import fastest, folders_of_drafts
+from .config.several_drafts import drafts_by_name, folders_of_drafts, naming_draft
 from .generation import Generation
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer
@@ -26,7 +25,7 @@ from .requests.sampling_params import SamplingParams, read_params
 from .serve.lock import EngineLock
 from .serve.session import Session
 from .serve.warmup import warm_up_call
-from .step.plan import warn_of_eager_steps
+from .step.plan import Candidate, warn_of_eager_steps
 from .step.stepper import Verified
 
 
@@ -44,7 +43,8 @@ class EAGLEInference(Generation):
 
     Args:
         draft_model: An EAGLE head or any `DraftModel`; a plain language model drafts without the target's features.
-            None: for methods without a model.
+            None: for methods without a model. Of several, in a list or by name in a dict, adaptive="auto" drafts with
+            the fastest, each with its tree as far as it can draft it.
         target_model: Any `TargetModel`. A causal language model from transformers, here or as the draft, is wrapped
             (`TransformersTarget`) and left unchanged.
         config: The tree, sampling and limits; None: `EAGLEConfig()`. A dict has its fields; one with "method" or
@@ -56,7 +56,7 @@ class EAGLEInference(Generation):
             default, since other projects take the target first.
 
     Attributes:
-        target, draft, config, device: Those in use. `draft` may wrap the given model, or be None.
+        target, draft, config, device: Those in use. `draft` may wrap the given model, be None, or a tuple of several.
 
     Raises:
         ValueError: An argument breaks its rule, or models and configuration do not fit.
@@ -71,25 +71,30 @@ class EAGLEInference(Generation):
     """
 
     def __init__(
-        self, draft_model: DraftModel | TargetModel | None, target_model: TargetModel,
+        self, draft_model: DraftModel | TargetModel | Sequence[Any] | Mapping[str, Any] | None,
+        target_model: TargetModel,
         config: EAGLEConfig | Mapping[str, Any] | None = None, device: str | torch.device | None = None,
         tokenizer: Any = None, *, allow_larger_draft: bool = False,
     ):  # fmt: skip
         target, self._config = pairing.as_target(target_model, pairing.read_config(config))
-        config, draft = self.config, None if draft_model is None else pairing.as_draft(draft_model)
-        self.session = Session(target, draft, tokenizer)
+        config, given, drafts = self.config, drafts_by_name(draft_model), []
+        for name, model in given.items():
+            with naming_draft(name, len(given) > 1):
+                drafts.append(pairing.as_draft(model))
+        self.session = Session(target, drafts, list(given), tokenizer)
         self.session.check(config)
         pairing.check_device(device, target)
         read_flag("EAGLEInference: allow_larger_draft", allow_larger_draft)
-        if draft is not None:
-            pairing.bind_draft(draft, target, allow_larger_draft)
-        pairing.check_trees(config, draft)
-        warn_of_eager_steps(target, draft, config)
+        for name, draft in zip(given, drafts):
+            with naming_draft(name, len(given) > 1):
+                pairing.bind_draft(draft, target, allow_larger_draft)
+        self.session.check_trees(config)
+        warn_of_eager_steps(target, drafts, config)
         pairing.warn_of_rounding(target)
 
     @classmethod
     def from_pretrained(
-        cls, draft_model: str | Path | None, target_model: str | Path,
+        cls, draft_model: str | Path | Sequence[str | Path] | None, target_model: str | Path,
         config: EAGLEConfig | Mapping[str, Any] | None = None, *, device: str | torch.device | None = None,
         dtype: torch.dtype | str | None = None, check_weights: bool = True, tokenizer: Any = None,
         allow_larger_draft: bool = False,
@@ -98,9 +103,9 @@ class EAGLEInference(Generation):
 
         Args:
             draft_model: The folder of an EAGLE or Medusa head, of next-token modules, or of a smaller language model
-                with the target's tokenizer; its contents decide how it drafts. Of a folder with folders of several
-                drafts, adaptive="auto" takes the fastest, by the prompts of its prompts.json, lists of token ids. None:
-                no model, or with method="mtp" the target's own folder, where published targets keep their modules.
+                with the target's tokenizer; its contents decide how it drafts. Several drafts, in a list of folders or
+                a folder of theirs, are all loaded, and adaptive="auto" chooses among them. None: no model, or with
+                method="mtp" the target's own folder, where published targets keep their modules.
             target_model: The target's folder, with the end tokens and, if there is one, the tokenizer.
             config: As for the class; "model" in the fields of a server's `--speculative-config`, such as
                 {"method": "mtp", "model": folder}, is the draft if draft_model is None.
@@ -115,17 +120,11 @@ class EAGLEInference(Generation):
             ValueError: As for the class; its subclass `ModelError` if a folder does not hold such a model.
         """
         folder, config = pairing.read_pair(draft_model, config)
-        several = folders_of_drafts(folder, config, device)
+        several = folders_of_drafts(folder)
         placing = device, dtype, check_weights
-        draft, target, config = pairing.load_pair(folder, target_model, config, *placing, several)
-
-        def make(draft: DraftModel | None) -> EAGLEInference:
-            return cls(draft, target, config, tokenizer=tokenizer, allow_larger_draft=allow_larger_draft)
-
-        if several:
-            another = partial(pairing.load_another, target_model, target, config, check_weights)
-            draft = fastest(several, another, make, target, config)
-        engine = make(draft)
+        drafts, target, config = pairing.load_pair(folder, target_model, config, *placing, several)
+        draft = dict(zip(several, drafts)) if several else next(iter(drafts), None)
+        engine = cls(draft, target, config, tokenizer=tokenizer, allow_larger_draft=allow_larger_draft)
         if tokenizer is None:
             engine.session.load_tokenizer(target_model)
         return engine
@@ -237,8 +236,18 @@ class EAGLEInference(Generation):
 
     config: EAGLEConfig = property(attrgetter("_config"))
     target: TargetModel = property(attrgetter("session.target"))
-    draft: DraftModel | None = property(attrgetter("session.draft"))
     device: torch.device = property(attrgetter("session.device"))
+
+    @property
+    def draft(self) -> DraftModel | tuple[DraftModel, ...] | None:
+        """The draft model in use, or a tuple of several; None without one."""
+        drafts = self.session.drafts
+        return drafts if len(drafts) > 1 else next(iter(drafts), None)
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """The kinds of steps that requests of late chose from, plain decoding first; none before the first request."""
+        return self.session.candidates
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -283,7 +292,8 @@ class EAGLEInference(Generation):
         self.session.watch(function)
 
     def __repr__(self) -> str:
-        target, draft = (None if model is None else type(model).__name__ for model in (self.target, self.draft))
+        target = type(self.target).__name__
+        draft = " or ".join(type(model).__name__ for model in self.session.drafts) or None
         names = ("method", "topk", "num_steps", "num_verify_tokens", "temperature")
         told = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in names)
         return f"EAGLEInference(target={target}, draft={draft}, {told}, device={self.device})"

@@ -63,7 +63,7 @@ def test_models_that_wait_are_warned_of(waits, cuda_graph, caplog):
         role: SimpleNamespace(device=torch.device("cuda"), can_be_captured=role != waits)
         for role in ("target", "draft")
     }
-    warn_of_eager_steps(**models, config=EAGLEConfig(cuda_graph=cuda_graph))
+    warn_of_eager_steps(models["target"], [models["draft"]], EAGLEConfig(cuda_graph=cuda_graph))
     told = [f"steps run eagerly, not as CUDA graphs: the forward of the {waits}, SimpleNamespace, waits"]
     assert [record.getMessage()[16 : 16 + len(told[0])] for record in caplog.records] == told * (
         waits != "" and cuda_graph is None

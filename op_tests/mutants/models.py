@@ -4,6 +4,8 @@ from .mutant import ATTEND, ENGINE, INTEGRATIONS, TOOLS, bug
 
 _MODELS = ENGINE + "models/"
 _DRAFTERS = ENGINE + "drafters/"
+_SEVERAL = "op_tests/engine/test_several_drafts.py::test_"
+_RESTED = _SEVERAL + "who_has_rested_drafts_as_if_it_had_not"
 _FORMULA = "op_tests/engine/test_decoder_formula.py::test_"
 
 _LEARNT = "op_tests/lab/test_train_kinds.py::test_a_text_that_is_learnt_by_heart_is_drafted_whole"
@@ -18,8 +20,21 @@ MUTANTS = [
     bug("blocks that see one token more", "bench/lab/training/kinds.py",
         "rows > self._anchors[:, None]", "rows > self._anchors[:, None] + 1",
         "op_tests/lab/test_train_kinds.py::test_blocks_see_the_text_before_them_and_themselves"),
-    bug("a draft is judged by the time of compiling", ENGINE + "config/several_drafts.py",
-        "for _ in range(2):", "for _ in range(1):", "op_tests/engine/test_several_drafts.py::test_the_fastest_counts"),
+    bug("a draft that misses more than is kept for it", ENGINE + "serve/scheduler.py",
+        "+= runner.stepper.num_steps + 1", "+= 1", _RESTED + "[model]"),
+    bug("features of the first draft for all", _DRAFTERS + "draft_reader.py",
+        "return features[..., self.columns]",
+        "return features[..., : self.columns.stop - self.columns.start]", _RESTED + "[block]"),
+    bug("one draft's rows moved without the others'", ENGINE + "batch/state.py",
+        "        for each in self.drafts:\n            held +=",
+        "        for each in self.drafts[:1]:\n            held +=",
+        _SEVERAL + "memory_is_counted"),
+    bug("times of one draft as bounds for another", ENGINE + "step/choice.py",
+        "(other == 0 or self._kinds[other] == self._kinds[number])", "True",
+        _SEVERAL + "a_draft_is_not_judged_by_the_times_of_another"),
+    bug("modules asked for trees", ENGINE + "config/several_drafts.py",
+        "topk = 1 if num_modules > 1 else", "topk = config.topk if num_modules > 1 else",
+        _SEVERAL + "each_kind_has_the_trees_that_it_can_draft"),
     bug("keys in 8 bits by the scales of values", ENGINE + "batch/kv_pool.py",
         '{"k_scale": k, "v_scale": v} for k, v in', '{"k_scale": k, "v_scale": v} for v, k in',
         _KV_TYPES + "int8_measures_every_head"),
@@ -30,8 +45,8 @@ MUTANTS = [
         "config.draft_quantize, *map(is_quantised, folders))", "config.draft_quantize)",
         "op_tests/engine/test_quantising.py::test_dtype_where_none_is_named"),
     bug("the draft's pool in 8 bits as well", ENGINE + "batch/state.py",
-        "None if draft is None else KVPool(draft.kv_shape, *sizes)",
-        "None if draft is None else KVPool(draft.kv_shape, *sizes[:2], self.target_pool.k_cache.dtype, device)",
+        "None if model is None else KVPool(model.kv_shape, *sizes)",
+        "None if model is None else KVPool(model.kv_shape, *sizes[:2], self.target_pool.k_cache.dtype, device)",
         _KV_TYPES + "a_pool_takes_half_the_bytes"),
     bug("long waves by the bound of short ones", _MODELS + "layers/rotary.py",
         "is_long = wavelengths > length / low", "is_long = wavelengths > length / high",

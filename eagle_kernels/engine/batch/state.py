@@ -1,6 +1,7 @@
 """The state of a batch from step to step: tensors that stay where they are, so that a CUDA graph can name them."""
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from .kv_pool import KVPool
 from .transfer import to_device
 
 _FILTERS, _PENALTIES = ("top_k", "top_p", "min_p"), ("repetition_penalty", "frequency_penalty", "presence_penalty")
-# plain steps after which the draft reads what it missed
+# tokens of a request after which a draft reads what it missed in plain steps, the only ones that it misses if alone
 CATCH_UP_EVERY = 16
 
 
@@ -119,19 +120,20 @@ class BatchState:
     history       [R, L] int32    committed tokens, the root at place `lengths`; None if no drafter reads them
     draft_logits  [R, Vd]         what the draft says after the root
     draft_hidden  [R, H]          the draft's own state there; both None without a draft
-    num_behind    [R] int64       committed tokens that the draft has not read for good, most of them of plain steps
+    num_behind    [R] int64       committed tokens that the draft has not read for good, most of them of steps in which
+                                  it rested
     kept          these tokens, by the number that there is room for
-    target_pool, draft_pool       keys and values; a request's pages have the same ids in both. None without a draft
+    target_pool, draft_pool       keys and values; a request's pages have the same ids in all. None without a draft
+    drafts        this state first, and one for each further draft model: the same rows, with what is a draft's own
     """
 
     def __init__(
         self, target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int, num_pages: int,
-        target_pool: KVPool | None = None,
+        target_pool: KVPool | None = None, others: Sequence[DraftModel] = (),
     ):  # fmt: skip
         device, num_rows = target.device, config.max_batch
         sizes = num_pages, config.page_size, target.dtype, device
         self.target_pool = KVPool(target.kv_shape, *sizes) if target_pool is None else target_pool
-        self.draft_pool = None if draft is None else KVPool(draft.kv_shape, *sizes)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -142,10 +144,15 @@ class BatchState:
         self.sampling = RowSampling(num_rows, target.vocab_size, device)
         self.methods = zeros(num_rows)
         self.history: Tensor | None = None
-        self.draft_logits = None if draft is None else zeros(num_rows, draft.draft_vocab_size, dtype=target.dtype)
-        self.num_behind = zeros(num_rows)
-        self.kept: dict[int, Kept] = {}
-        self.draft_hidden: Tensor | None = None  # until the first prompt tells how wide it is
+        self.drafts = [self, *(copy.copy(self) for _ in others)]
+        for each, model in zip(self.drafts, (draft, *others)):
+            each.draft_pool = None if model is None else KVPool(model.kv_shape, *sizes)
+            width = 0 if model is None else model.draft_vocab_size
+            each.draft_logits = None if model is None else zeros(num_rows, width, dtype=target.dtype)
+            each.num_behind = zeros(num_rows)
+            each.kept = {}
+            each.draft_hidden = None  # until the first prompt tells how wide it is
+            each.drafts = self.drafts
 
     def set_draft(self, rows: Tensor, logits: Tensor, hidden: Tensor) -> None:
         """Writes the logits [R, Vd] and hidden states [R, H] of rows [R]."""
@@ -166,7 +173,9 @@ class BatchState:
         """Makes room for the tokens of all rows."""
         if self.history is None:
             num_tokens = self.block_table.shape[1] * self.target_pool.page_size
-            self.history = self.block_table.new_zeros(self.num_rows, num_tokens)
+            history = self.block_table.new_zeros(self.num_rows, num_tokens)
+            for each in self.drafts:
+                each.history = history
 
     def append_to_history(self, rows: slice, tokens: Tensor) -> None:
         """Appends a step's tokens [B, T], -1 padded, before `lengths` grow; the host finds out where requests end."""
@@ -179,17 +188,19 @@ class BatchState:
             features = self.draft_logits.new_zeros(self.num_rows, count, feature_size)
             self.kept[count] = Kept(self.roots.new_zeros(self.num_rows, count), features)
 
-    def keep(self, rows: slice, room: int, roots: Tensor, features: Tensor) -> None:
-        """Keeps one more token of each live row, out of `roots` [B], with its features [B, 1, F]."""
+    def keep(self, rows: slice, room: int, tokens: Tensor, features: Tensor, num_new: Tensor) -> None:
+        """Keeps num_new [B] more tokens of each row, the first of `tokens` [B, T], with their features [B, T, F]."""
         count, kept = self.num_behind[rows], self.kept[room]
-        row, place = torch.arange(len(count), device=count.device), count.clamp(max=room - 1)
-        kept.tokens[rows][row, place] = roots.clamp(min=0)
-        kept.features[rows][row, place] = features[:, 0]
-        count.add_(self.is_live[rows])
+        row = torch.arange(len(count), device=count.device)[:, None]
+        place = (count[:, None] + torch.arange(tokens.shape[1], device=count.device)).clamp(max=room - 1)
+        kept.tokens[rows][row, place] = tokens.clamp(min=0)
+        kept.features[rows][row, place] = features
+        count.add_(num_new)
 
     def clear(self, row: int) -> None:
         """Marks the row as nobody's."""
-        self.num_behind[row] = 0
+        for each in self.drafts:
+            each.num_behind[row] = 0
         self.is_live[row] = 0
         self.lengths[row] = 0
         self.block_table[row] = -1
@@ -203,8 +214,9 @@ class BatchState:
     def tensors(self) -> list[Tensor]:
         """Returns every tensor that belongs to rows."""
         held = [self.lengths, self.roots, self.is_live, self.block_table, self.methods, self.history]
-        held += [self.draft_logits, self.num_behind, self.draft_hidden]
-        held += [tensor for kept in self.kept.values() for tensor in kept]
+        for each in self.drafts:
+            held += [each.draft_logits, each.num_behind, each.draft_hidden]
+            held += [tensor for kept in each.kept.values() for tensor in kept]
         return [tensor for tensor in held if tensor is not None] + self.sampling.tensors()
 
 

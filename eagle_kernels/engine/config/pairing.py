@@ -4,7 +4,7 @@ import logging
 import operator
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -28,6 +28,7 @@ from ..models.transformers_target import TransformersTarget
 from ..requests.names import own_name
 from .drafting_options import MODEL_KINDS
 from .eagle_config import CONFIG_FIELDS, EAGLEConfig
+from .several_drafts import check_choice
 from .speculative_config import FIELDS, take_model
 
 _logger = logging.getLogger(__name__)
@@ -92,8 +93,8 @@ class DraftFolder(NamedTuple):
     shares_tokens: bool  # whether it is a language model with the target's tokenizer, as far as its files tell
 
 
-def read_pair(draft_folder: str | Path | None, config: Any) -> tuple[str | Path | None, EAGLEConfig]:
-    """Returns the draft's folder and the configuration, as callers give them; that of a server may name the draft."""
+def read_pair(draft_folder: Any, config: Any) -> tuple[Any, EAGLEConfig]:
+    """Returns the folders of drafts and the configuration, as callers give them; a server's may name a draft."""
     if isinstance(config, Mapping) and is_of_server(config):
         config, draft_folder = take_model(config, draft_folder)
     return draft_folder, read_config(config)
@@ -102,32 +103,27 @@ def read_pair(draft_folder: str | Path | None, config: Any) -> tuple[str | Path 
 def load_pair(
     draft_folder: str | Path | None, target_folder: str | Path, config: Any,
     device: str | torch.device | None, dtype: torch.dtype | str | None, check_weights: bool,
-    several: Sequence[Path] = (),
-) -> tuple[DraftModel | None, TargetModel, EAGLEConfig]:  # fmt: skip
+    several: Mapping[str, Path],
+) -> tuple[list[DraftModel], TargetModel, EAGLEConfig]:  # fmt: skip
     """Loads the models of two folders; the configuration gets the target's end tokens where it names none.
-    draft_folder, config: Those of `read_pair`. several: drafts in place of it, which are not loaded yet."""
+    draft_folder, config: Those of `read_pair`. several: folders of drafts in place of it, by name."""
     read_flag("EAGLEInference.from_pretrained: check_weights", check_weights)
-    chosen = None if several else _choose_draft(target_folder, draft_folder, config)
+    chosen = [_choose_draft(target_folder, folder, config) for folder in several.values() or [draft_folder]]
+    chosen = [each for each in chosen if each is not None]
     dtype = read_dtype(target_folder) if is_word(dtype, "auto") else dtype
     place = read_placement("EAGLEInference.from_pretrained", device, dtype)
     if dtype is None:
-        folders = [Path(target_folder), *several, *([] if chosen is None else [chosen.folder])]
+        folders = [Path(target_folder), *(each.folder for each in chosen)]
         place = place[0], _choose_dtype(place[0], config, folders)
-    if chosen is None and not several and config.draft_quantize is not None:
+    check_choice(config.on(place[0]), list(several))
+    if not chosen and config.draft_quantize is not None:
         _refuse(
             f"draft_quantize must be None for method={config.method!r}, which loads no draft", config.draft_quantize
         )
     target = load_target(target_folder, *place, check_weights=check_weights, quantize=_parts_of(config.quantize))
     if config.eos_token_ids is None:
         config = replace(config, eos_token_ids=read_eos_token_ids(target_folder, target.vocab_size))
-    return _load_draft_of(target, chosen, config, check_weights), target, config
-
-
-def load_another(
-    target_folder: str | Path, target: TargetModel, config: EAGLEConfig, check_weights: bool, folder: Path
-) -> DraftModel | None:
-    """Loads another draft for a loaded target."""
-    return _load_draft_of(target, _choose_draft(target_folder, folder, config), config, check_weights)
+    return [_load_draft_of(target, each, config, check_weights) for each in chosen], target, config
 
 
 def _choose_dtype(device: torch.device, config: EAGLEConfig, folders: list[Path]) -> torch.dtype:
@@ -170,12 +166,8 @@ def _choose_draft(target_folder: str | Path, folder: str | Path | None, config: 
     return DraftFolder(folder, method, method == "draft_model" and check_same_vocabulary(folder, target_folder))
 
 
-def _load_draft_of(
-    target: TargetModel, draft: DraftFolder | None, config: EAGLEConfig, check_weights: bool
-) -> DraftModel | None:
+def _load_draft_of(target: TargetModel, draft: DraftFolder, config: EAGLEConfig, check_weights: bool) -> DraftModel:
     """Loads the draft that `_choose_draft` returned: a head, or a language model with the target's tokens."""
-    if draft is None:
-        return None
     options = {"check_weights": check_weights, "quantize": _parts_of(config.draft_quantize)}
     load = {"dflash": load_dflash, "hydra": load_hydra, "medusa": load_medusa}.get(draft.method)
     if load is not None:

@@ -1,99 +1,104 @@
-"""A folder with several drafts for one target, of which `adaptive="auto"` takes the fastest: each decodes the same
-prompts once, with the configuration's own tree. Texts do not depend on the choice."""
+"""Several drafts for one target, of which a step drafts with one: where they are, and the trees that each can draft.
+`adaptive="auto"` chooses by times (`step/choice.py`); texts do not depend on it."""
 
 from __future__ import annotations
 
-import gc
-import json
-import logging
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
-
-from ...runtime.placement import read_placement
-from ...runtime.values import is_integer, shown
+from ...runtime.values import shown
 from ..models.checkpoint import brief, read_folder
-from ..models.protocol import ModelError
+from ..models.protocol import DraftModel
+from .drafting_options import default_nodes
 from .eagle_config import EAGLEConfig
 
-_logger = logging.getLogger(__name__)
-
-# of the texts that are timed; most prompts, and most of their tokens
-_NEW_TOKENS, _MOST_PROMPTS, _MOST_PROMPT_TOKENS = 64, 8, 512
+_ARGUMENT = "EAGLEInference.from_pretrained: draft_model"
 
 
-def folders_of_drafts(folder: Any, config: EAGLEConfig, device: Any) -> list[Path]:
-    """Returns the folders of drafts in a folder that is none itself, by name; [] for any other folder.
-
-    Raises ModelError where it holds several and the configuration does not choose.
-    """
-    if folder is None:
-        return []
-    folder = read_folder("EAGLEInference.from_pretrained: draft_model", folder)
+def folders_of_drafts(given: Any) -> dict[str, Path]:
+    """Returns the folders of several drafts by name: those of a list, or those in a folder that is no draft itself;
+    none for any other folder, and for None."""
+    if given is None:
+        return {}
+    if isinstance(given, (list, tuple)):
+        found = [read_folder(_ARGUMENT, each) for each in given]
+        _check_list(found, [folder.resolve() for folder in found], [brief(str(folder), 250) for folder in found])
+        are_short = len({folder.name for folder in found}) == len(found)
+        return {folder.name if are_short else str(folder): folder for folder in found}
+    folder = read_folder(_ARGUMENT, given)
     if not folder.is_dir() or (folder / "config.json").is_file():
-        return []
+        return {}
     found = sorted(each.parent for each in folder.glob("*/config.json"))
-    if len(found) < 2:  # one folder inside has a line of its own, see `checkpoint`
-        return []
-    place, _ = read_placement("EAGLEInference.from_pretrained", device, None)
-    if config.on(place).adaptive != "auto":
-        names = ", ".join(brief(each.name, 40) for each in found)
-        rule = f"holds several drafts ({names}): name one of them, or adaptive='auto' takes the fastest"
-        raise ModelError(f"{brief(str(folder), 250)}: {rule}")
-    return found
+    # one folder inside has a line of its own, see `checkpoint`
+    return {each.name: each for each in found} if len(found) > 1 else {}
 
 
-def fastest(
-    folders: Sequence[Path], load: Callable[[Path], Any], engine_of: Callable[[Any], Any], target: Any,
-    config: EAGLEConfig,
-) -> Any:  # fmt: skip
-    """Returns the draft with the most tokens a second.
-
-    load: loads the draft of a folder. engine_of: makes an engine with it. Those that do not fit the target or the
-    configuration are left out, with a warning; if none does, the first one's error is raised.
-    """
-    prompts, speeds, errors = _prompts(folders[0].parent, target, config), {}, []
-    for folder in folders:
-        try:
-            draft = load(folder)
-            engine = engine_of(draft)
-        except ValueError as error:
-            _logger.warning("%s is left out: %s", brief(folder.name), error)
-            errors.append(error)
-            continue
-        options = {"progress": False, "adaptive": None, "temperature": 0.0}
-        for _ in range(2):  # the first time compiles and captures
-            stats = engine.generate(prompts, _NEW_TOKENS, **options).stats
-        speeds[folder.name] = (stats.generated_tokens / max(stats.decode_time_s, 1e-9), draft)
-        del engine, draft
-        gc.collect()  # its pools are as large as free memory allows
-    if not speeds:
-        raise errors[0]
-    best = max(speeds, key=lambda name: speeds[name][0])
-    told = ", ".join(f"{name} {speed:.0f}" for name, (speed, _) in speeds.items())
-    _logger.info("%s: drafts with %s; tokens a second: %s", brief(str(folders[0].parent), 250), best, told)
-    return speeds[best][1]
+def drafts_by_name(given: Any) -> dict[str, Any]:
+    """Returns the drafts that a caller gives: one, several in a list or by name in a dict, or None for none."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        drafts = {str(name): draft for name, draft in given.items()}
+    elif isinstance(given, (list, tuple)):
+        drafts = {f"{type(draft).__name__} {number}": draft for number, draft in enumerate(given, 1)}
+    else:
+        return {type(given).__name__: given}
+    _check_list(list(drafts), [id(draft) for draft in drafts.values()], list(drafts))
+    return drafts
 
 
-def _prompts(folder: Path, target: Any, config: EAGLEConfig) -> list[list[int]]:
-    """Returns those of prompts.json, lists of token ids; without it one of a few tokens drawn at random."""
-    path, most = folder / "prompts.json", min(target.max_length, config.max_length or target.max_length) - _NEW_TOKENS
-    if most < 1:
-        rule = f"be above {_NEW_TOKENS} to choose among several drafts, which write as many tokens"
-        raise ValueError(f"EAGLEInference: max_length must {rule}, got {most + _NEW_TOKENS}")
-    if not path.is_file():
-        generator = torch.Generator().manual_seed(0)
-        return [torch.randint(target.vocab_size, (min(8, most),), generator=generator, device="cpu").tolist()]
+@contextlib.contextmanager
+def naming_draft(name: str, is_one_of_several: bool) -> Iterator[None]:
+    """Puts the name of one of several drafts before what is wrong with it."""
     try:
-        prompts = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        prompts = None
-    is_list = isinstance(prompts, list) and len(prompts) > 0
-    for prompt in prompts if is_list else [None]:
-        is_prompt = isinstance(prompt, list) and len(prompt) > 0
-        if not (is_prompt and all(is_integer(token) and 0 <= token < target.vocab_size for token in prompt)):
-            rule = "must be a list of prompts, each a list of the target's token ids"
-            raise ModelError(f"{brief(str(path), 250)} {rule}, got {shown(prompt if is_list else prompts)}")
-    return [prompt[-min(most, _MOST_PROMPT_TOKENS) :] for prompt in prompts[: min(_MOST_PROMPTS, config.max_batch)]]
+        yield
+    except ValueError as error:
+        if not is_one_of_several:
+            raise
+        raise ValueError(f"{brief(name)}: {error}") from None
+
+
+def _check_list(given: Sequence[Any], keys: Sequence[Any], names: Sequence[str]) -> None:
+    if not given:
+        _refuse("draft_model must be a draft, or several of them", "none")
+    for number, key in enumerate(keys):
+        if key in keys[:number]:
+            _refuse("draft_model must hold each draft once", f"{names[keys.index(key)]} and {names[number]}")
+
+
+def check_choice(config: EAGLEConfig, names: Sequence[str]) -> None:
+    """Raises ValueError where there are several drafts and the configuration does not choose."""
+    if len(names) > 1 and config.needs_model and config.may_speculate and config.adaptive != "auto":
+        several = ", ".join(brief(name, 40) for name in names)
+        _refuse(
+            f"adaptive must be 'auto' with several drafts ({several}), or one of them be named", shown(config.adaptive)
+        )
+
+
+def fit_tree(config: EAGLEConfig, draft: DraftModel) -> EAGLEConfig:
+    """Returns the configuration with its tree as far as one of several drafts can draft it: no more levels than it has,
+    and a chain if these are next-token modules."""
+    num_modules = getattr(draft, "num_modules", 1)
+    most_levels = getattr(draft, "block_length", getattr(draft, "max_levels", config.num_steps))
+    if num_modules > 1:
+        most_levels = num_modules
+    topk = 1 if num_modules > 1 else min(config.topk, draft.draft_vocab_size - 1)
+    num_steps = min(config.num_steps, most_levels)
+    if (topk, num_steps) == (config.topk, config.num_steps):
+        return config
+    sizes = {"topk": topk, "num_steps": num_steps}
+    others = {"method": config.method, "verify_strategy": config.verify_strategy}
+    nodes = default_nodes(config.num_verify_tokens, **sizes, others=others)
+    sizes["num_draft_tokens"] = None if config.num_draft_tokens is None else nodes
+    if config.mean_draft_tokens is not None:
+        sizes["mean_draft_tokens"] = min(config.mean_draft_tokens, nodes)
+    if config.num_model_steps == config.num_steps:
+        sizes["num_model_steps"] = None
+    return replace(config, **sizes)
+
+
+def _refuse(rule: str, got: str) -> NoReturn:
+    raise ValueError(f"EAGLEInference: {rule}, got {got}")

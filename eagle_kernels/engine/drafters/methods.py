@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ..batch.state import Batch
+from ..batch.state import CATCH_UP_EVERY, Batch
 from ..config.eagle_config import EAGLEConfig
-from ..models.protocol import DraftModel
+from ..config.several_drafts import fit_tree
+from ..models.protocol import DraftModel, TargetModel
 from .block_drafter import BlockDrafter, FeatureReader
 from .context_reader import ContextReader
+from .draft_reader import DraftReader
 from .model_drafter import ModelDrafter, SampledDrafter
 from .ngram import HybridDrafter, NgramDrafter
 from .parallel_reader import ParallelReader
@@ -22,16 +24,46 @@ from .suffix import SuffixDrafter, SuffixFeed
 
 # the fields of a tree that depend on its drafts
 _OF_DRAFTS = ("tree_mask", "positions", "retrieve_next_token", "retrieve_next_sibling", "draft_tokens")
+# steps of other drafts that a draft may miss before it reads what they brought
+SEVERAL_STEPS = 4
 # torch.where takes no unsigned words of bit masks on a GPU
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}
 
 
-def make_reader(config: EAGLEConfig, model: DraftModel | None) -> Reader | None:
-    """Makes the reader that all drafters of a configuration share, or None if they need no model."""
-    if model is None or not config.needs_model:
-        return None
-    trees = [tree for _, tree in config.trees if tree is not None] or [config]
-    num_levels, num_steps = max(tree.num_model_levels for tree in trees), max(tree.num_steps for tree in trees)
+def make_readers(config: EAGLEConfig, target: TargetModel, drafts: Sequence[DraftModel]) -> tuple[DraftReader, ...]:
+    """Makes a reader for each draft model, which the drafters share that draft with it; none if they need no model.
+    Of several models, each has the configuration's trees as far as it can draft them."""
+    if not config.needs_model:
+        return ()
+    configs = [config] if len(drafts) == 1 else [fit_tree(config, model) for model in drafts]
+    num_steps = max((tree.num_steps for own in configs for tree in _trees_of(own)), default=0)
+    # what others draft is missed as well, several tokens a step
+    room = CATCH_UP_EVERY if len(drafts) == 1 else max(CATCH_UP_EVERY, SEVERAL_STEPS * (num_steps + 1))
+    readers, begin = [], 0
+    for number, (model, own) in enumerate(zip(drafts, configs)):
+        reader, end = _make_reader(own, model, num_steps), begin + len(model.aux_layers) * target.hidden_size
+        reader.num_kept += room - CATCH_UP_EVERY
+        readers.append(DraftReader(reader, number, slice(begin, end), room, own))
+        begin = end
+    return tuple(readers)
+
+
+def trees_of(
+    config: EAGLEConfig, readers: Sequence[DraftReader], takes_rows: bool = True
+) -> list[tuple[int | None, EAGLEConfig | None, Reader | None]]:
+    """Returns the choices of a step, as `EAGLEConfig.trees_for` does, each with its reader: those of each draft model
+    in turn."""
+    owners = [(each.config, each.reader) for each in readers] or [(config, None)]
+    return [(most, tree, reader) for own, reader in owners for most, tree in own.trees_for(takes_rows)]
+
+
+def _trees_of(config: EAGLEConfig) -> list[EAGLEConfig]:
+    return [tree for _, tree in config.trees if tree is not None] or [config]
+
+
+def _make_reader(config: EAGLEConfig, model: DraftModel, num_steps: int) -> Reader:
+    """Makes the reader of a model. num_steps: the most drafts that a step accepts, whoever makes them."""
+    num_levels = max(tree.num_model_levels for tree in _trees_of(config))
     if hasattr(model, "fill_block"):
         return ContextReader(model, num_levels, num_steps)
     if getattr(model, "block_length", 0):

@@ -101,9 +101,10 @@ class PromptPart(NamedTuple):
 
 
 class Reader(Protocol):
-    """Reads every committed token into the batch's second pool, with a draft model, and computes levels of drafts. All
-    drafters of a batch share one reader. It rests during plain steps: they keep what it misses (`BatchState.keep`), and
-    it reads that before it drafts again (`catch_up`). `read_prompts` forgets the rows' previous requests."""
+    """Reads every committed token into a pool of its own, with a draft model, and computes levels of drafts. All
+    drafters with this model share it. It rests during steps without its drafts: they keep what it misses
+    (`BatchState.keep`), and it reads that before it drafts again (`catch_up`). `read_prompts` forgets the rows'
+    previous requests."""
 
     model: DraftModel
     ahead: int  # tokens after that of a row on which the row's keys depend
@@ -120,8 +121,8 @@ class Reader(Protocol):
         """Takes what was accepted, and the target's features [B, N, F] of all nodes."""
 
     def catch_up(self, state: BatchState, num_rows: int, is_wanted: bool) -> None:
-        """Reads what was kept of the first `num_rows` rows. If no drafts are wanted next, a plain step follows, which
-        it will read before it drafts."""
+        """Reads what was kept of the first `num_rows` rows. If its drafts are not wanted next, a step follows in which
+        it rests, which it will read before it drafts."""
 
 
 class Levels(Protocol):

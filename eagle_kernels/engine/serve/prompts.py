@@ -148,13 +148,14 @@ def take_parts(stepper: Stepper, state: BatchState, parts: Sequence[ReadPart]) -
         first = stepper.draw_first(logits, state, indices, lengths, features)
         roots, tables = iter(first.tokens), torch.cat([row.block_table for row in rows])
         launch = Launch(first, [*enumerate(rows)])
-    if stepper.resting is not None:
+    if stepper.resting:
         read = []
         for part in parts:
             row, tokens = part.row, torch.cat([part.tokens, next(roots)]) if part.is_last else part.tokens
             place = row.index, row.block_table, tokens, part.features, row.num_read, row.num_shared
             read.append(PromptPart(*place, part.is_last))
-        stepper.resting.read_prompts(state, read)
+        for each in stepper.resting:
+            each.read_prompts(state, read)
     for part, scored in zip(parts, scores):
         part.row.scores += scored
     if ended:

@@ -120,14 +120,15 @@ class Reading:
         """Returns what the request may share of its prompt."""
         if not self.shares_prefixes:
             return Prefix(())
-        reader, first, prompt = self._plan.plain.resting, request.params.logprob_start_len, request.prompt
+        readers, first, prompt = self._plan.readers, request.params.logprob_start_len, request.prompt
         most = len(prompt) if first is None else max(first, 1) - 1  # from there on logits are wanted
-        ahead, is_deterministic = 0 if reader is None else reader.ahead, self._plan.plain.config.deterministic
-        unit = 1
+        ahead, unit = max((each.ahead for each in readers), default=0), 1
+        is_deterministic = self._plan.plain.config.deterministic
         if is_deterministic:  # bits depend on where prompts are cut: whole chunks have the same in all of them
             unit, past = math.lcm(self._prefill_chunk, self._state.target_pool.page_size), max(ahead, 1)
             prompt = prompt[: (len(prompt) - past) // unit * unit + past]
-        return Prefix(prompt, (is_deterministic, reader and type(reader), ahead), ahead, most - most % unit, unit)
+        kind = is_deterministic, *((type(each), each.ahead) for each in readers)
+        return Prefix(prompt, kind, ahead, most - most % unit, unit)
 
     @property
     def _joint_sizes(self) -> list[int]:

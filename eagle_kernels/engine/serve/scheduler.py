@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from ..batch.prefix_cache import PrefixCache
-from ..batch.state import CATCH_UP_EVERY, BatchState
+from ..batch.state import BatchState
 from ..batch.transfer import to_device
 from ..requests.request import Request, twin
 from ..requests.sampling_params import Features
@@ -18,7 +18,7 @@ from ..step.packed_rows import PromptRows
 from ..step.phases import PhaseTimes, mark
 from ..step.plan import StepPlan
 from ..step.runner import Launch, StepRunner
-from ..step.stepper import StepResult
+from ..step.stepper import Stepper, StepResult
 from .prompts import ReadPart, Row, hand_scores, take_parts, take_rows
 from .reading import Reading
 from .threads import running
@@ -45,8 +45,8 @@ class Scheduler:
         self.last_runner: StepRunner | None = None
         self.phase_times = PhaseTimes()
         self.num_steps, self.num_cold_steps = 0, 0
-        # plain steps since the draft last caught up
-        self._num_missed = 0
+        # of each draft model: the most tokens of a row since it last caught up
+        self._num_missed: list[int] = []
         self._waiting: deque[Request] = deque()
         self._rows: list[Row | None] = [None] * state.num_rows
         self._num_admitted = 0
@@ -77,7 +77,8 @@ class Scheduler:
 
     def use(self, plan: StepPlan, max_step_ms: float | None = None) -> None:
         """Switches to the steps of `plan` and to a limit of their time, while there is no work."""
-        self.plan, self.max_step_ms, self._num_missed, self.last_runner = plan, max_step_ms, 0, None
+        self.plan, self.max_step_ms, self.last_runner = plan, max_step_ms, None
+        self._num_missed = [0] * len(plan.plain.resting)
         self.reading = Reading(plan, self.state, max_step_ms, self._prompt_rows)
 
     def _pages_for(self, request: Request) -> int:
@@ -263,7 +264,7 @@ class Scheduler:
             prompt_tokens = reading.joint_size(parts)
             number = self.plan.choice_beside(prompt_tokens).choose(num_rows) if is_speculating else 0
             runner = self.last_runner = self.plan.runners[number]
-            self._catch_up(num_rows, is_wanted=runner.stepper.drafter.reader is not None)
+            self._catch_up(num_rows, runner.stepper)
             try:
                 prompts = reading.rows_for(parts)
                 is_known, start = runner.has_run(num_rows, features, prompts), mark(self.state.lengths.device)
@@ -280,7 +281,8 @@ class Scheduler:
                     failed, parts = parts, []
         start = start if is_known else None  # the time of a step that compiles means nothing
         self._push(Launch(result, [(row.index, row) for row in rows], number, start, prompt_tokens))
-        self._num_missed += runner.stepper.resting is not None
+        for each in runner.stepper.resting:
+            self._num_missed[each.number] += runner.stepper.num_steps + 1
         self.num_steps += 1
         self.num_cold_steps += not is_known
         if parts:
@@ -290,11 +292,14 @@ class Scheduler:
         if failed:  # one of them, or all of them together, may be to blame
             reading.note_failure([self._read_alone(part) for part in failed], "step")
 
-    def _catch_up(self, num_rows: int, is_wanted: bool) -> None:
-        """Lets the draft model read what it missed in plain steps, if its drafts are wanted or no more can be kept."""
-        if self._num_missed and (is_wanted or self._num_missed == CATCH_UP_EVERY):
-            self.plan.runners[0].catch_up(num_rows, is_wanted)
-            self._num_missed = 0
+    def _catch_up(self, num_rows: int, stepper: Stepper) -> None:
+        """Lets draft models read what they missed while they rested: the one whose drafts are wanted, and those for
+        which what the step may bring could not be kept."""
+        for place, each in enumerate(self.plan.plain.resting):
+            is_wanted, missed = each is stepper.own, self._num_missed[place]
+            if missed and (is_wanted or missed + stepper.num_steps + 1 > each.room):
+                self.plan.runners[0].catch_up(num_rows, is_wanted, place)
+                self._num_missed[place] = 0
 
     def drain(self) -> None:
         """Reads the launches that are left once all requests have ended."""

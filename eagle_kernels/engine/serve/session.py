@@ -1,7 +1,7 @@
 """The state that all requests of an engine share: the models, one batch with its pools, its steps, and a lock."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,8 @@ from ..batch.kv_types import kv_limits_of, make_target_pool, read_cache_dtype
 from ..batch.state import BatchState
 from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from ..config.pairing import check_deterministic, check_method, check_quantize, check_trees
-from ..drafters.methods import make_drafter, make_reader
+from ..config.several_drafts import check_choice, fit_tree
+from ..drafters.methods import make_drafter, make_readers, trees_of
 from ..drafters.suffix import SuffixCache
 from ..models.protocol import DraftModel, TargetModel
 from ..models.running import run_target
@@ -25,7 +26,7 @@ from ..requests.inputs import Seeds, Unset, read_call_params, read_max_new_token
 from ..requests.names import read_names
 from ..requests.request import Request, StopStrings, TokenEvent
 from ..requests.sampling_params import MOST_ENDS, SAMPLING_FIELDS, SamplingParams
-from ..step.plan import StepPlan, plan_steps
+from ..step.plan import Candidate, StepPlan, plan_steps
 from ..step.stepper import Verified
 from .lock import EngineLock, Unique
 from .memory import check_fits, count_pages, workspace_bytes
@@ -42,10 +43,11 @@ _CALL_FIELDS = frozenset((*CONFIG_FIELDS, *SAMPLING_FIELDS)) - {"seed"}
 
 
 class Session(Unique):
-    """Holds a target and its draft with one batch of requests. The engine, streams, warm-up and benchmarks use it, each
+    """Holds a target and drafts with one batch of requests. The engine, streams, warm-up and benchmarks use it, each
     with the configuration of the call at hand. Code that steps, submits or changes anything holds `lock`, and all but
     `submit` and `abort` with the mark of a step.
 
+    draft_names      of the drafts, as errors and `EAGLEInference.candidates` tell them
     scheduler        of the batch; None before the first request. An empty batch gets another if its pools do not suit
     plans            the steps made so far for the pools of this scheduler
     suffix_caches    by size; all configurations with the same sizes share a cache, since it remembers responses
@@ -56,8 +58,9 @@ class Session(Unique):
     tokenizer_fault  why there is no tokenizer, if there is none
     """
 
-    def __init__(self, target: TargetModel, draft: DraftModel | None, tokenizer: Any):
-        self.target, self.draft, self.device = target, draft, target.device
+    def __init__(self, target: TargetModel, drafts: Sequence[DraftModel], names: Sequence[str], tokenizer: Any):
+        self.target, self.drafts, self.device = target, tuple(drafts), target.device
+        self.draft_names = tuple(names)
         is_given = tokenizer is not None
         self.tokenizer = as_tokenizer(tokenizer, target.vocab_size, "EAGLEInference") if is_given else None
         self.tokenizer_fault = "it was not given"
@@ -75,9 +78,11 @@ class Session(Unique):
 
     def check(self, config: EAGLEConfig) -> None:
         """Raises ValueError if the models cannot serve the configuration's method or emit its end tokens."""
-        check_method(config, self.draft)
+        for draft in self.drafts or [None]:
+            check_method(config, draft)
+            check_quantize(config, self.target, draft)
         check_deterministic(config, self.target)
-        check_quantize(config, self.target, self.draft)
+        check_choice(config.on(self.device), self.draft_names)
         read_cache_dtype(config.kv_cache_dtype, self.target)
         self._check_tokens("EAGLEConfig: eos_token_ids", config.eos_token_ids or ())
 
@@ -233,17 +238,17 @@ class Session(Unique):
         """Returns the most tokens that a request may have, prompt included."""
         limit = self.target.max_length
         if speculative and config.may_speculate and config.needs_model:
-            limit = min(limit, self.draft.max_length)
+            limit = min(limit, *(draft.max_length for draft in self.drafts))
         return min(limit, config.max_length or limit)
 
     def scheduler_for(self, config: EAGLEConfig, speculative: bool, may_change: bool = True) -> Scheduler:
         """Returns the scheduler of the batch, which uses this configuration from now on.
         may_change: False raises RuntimeError where it uses another one now."""
-        if self.on_tree is None:  # on_tree sees the configured trees, not those that a choice takes
+        if self.on_tree is None or len(self.drafts) > 1:  # on_tree sees configured trees, not those that a choice takes
             config = config.on(self.device)
         if speculative:
-            check_trees(config, self.draft)
-        draft, has_pools = self._pooled_draft(config), self._has_pools_for(config)
+            self.check_trees(config)
+        drafts, has_pools = self.pooled_drafts(config), self._has_pools_for(config)
         key = speculative, self.on_tree is not None, *(getattr(config, name) for name in _STEP_FIELDS)
         plan = self.plans.get(key) if has_pools else None
         if plan is None or (self.scheduler.plan, self.scheduler.max_step_ms) != (plan, config.max_step_ms):
@@ -252,11 +257,11 @@ class Session(Unique):
             if self.scheduler is not None and self.scheduler.has_work:
                 raise RuntimeError("EAGLEInference: collect or abort the requests with another configuration first")
             if not has_pools:
-                self._make_pools(config, draft)
+                self._make_pools(config, drafts)
             if plan is None:
                 cache = self.suffix_cache(config) if "suffix" in config.methods else None
                 state, lag = self.scheduler.state, self.scheduler.lag
-                plan = plan_steps(self.target, draft, config, state, speculative, lag, cache, self.on_tree)
+                plan = plan_steps(self.target, drafts, config, state, speculative, lag, cache, self.on_tree)
                 self.plans[key] = plan
             self.scheduler.use(plan, config.max_step_ms)
         self.scheduler.reading.shares_prefixes = config.share_prefixes
@@ -304,23 +309,25 @@ class Session(Unique):
 
     def workspace_bytes(self, config: EAGLEConfig) -> dict[str, int]:
         """Returns the bytes that a configuration needs besides the weights; see `memory.workspace_bytes`."""
-        check_method(config, self.draft)
+        for draft in self.drafts or [None]:
+            check_method(config, draft)
         config = config.on(self.device)
         with self.lock:
             max_pages, num_pages = self._max_pages(config), None
             if self._has_pools_for(config):  # their size depends on the memory that was free when they were made
                 state, num_pages = self.scheduler.state, self.scheduler.pages.num_pages
                 max_pages = state.block_table.shape[1]
-        return workspace_bytes(self.target, self._pooled_draft(config), config, max_pages, num_pages)
+        return workspace_bytes(self.target, self.pooled_drafts(config), config, max_pages, num_pages)
 
-    def _make_pools(self, config: EAGLEConfig, draft: DraftModel | None) -> None:
+    def _make_pools(self, config: EAGLEConfig, drafts: Sequence[DraftModel]) -> None:
         self.scheduler, self.plans = None, {}  # frees the old pools before new ones are allocated
         self.plain_steps.untimed.clear()
         max_pages = self._max_pages(config)
-        num_pages = count_pages(self.target, draft, config, max_pages)
-        check_fits(self.target, draft, config, max_pages, num_pages)
+        num_pages = count_pages(self.target, drafts, config, max_pages)
+        check_fits(self.target, drafts, config, max_pages, num_pages)
         pool = self._target_pool(config, num_pages)
-        state = BatchState(self.target, draft, config, max_pages, num_pages, pool)
+        first, others = (drafts[0], drafts[1:]) if drafts else (None, ())
+        state = BatchState(self.target, first, config, max_pages, num_pages, pool, others)
         self.scheduler, self._pools_for = Scheduler(state), _pools_of(config)
 
     def _target_pool(self, config: EAGLEConfig, num_pages: int) -> KVPool:
@@ -334,15 +341,27 @@ class Session(Unique):
             return False
         return self.scheduler.state.block_table.shape[1] >= self._max_pages(config)
 
-    def _pooled_draft(self, config: EAGLEConfig) -> DraftModel | None:
-        """Returns the draft model that needs a KV pool, or None."""
-        return self.draft if config.needs_model else None
+    @property
+    def candidates(self) -> list[Candidate]:
+        """Returns the kinds of steps of the scheduler's plan."""
+        plan = None if self.scheduler is None else self.scheduler.plan
+        return [] if plan is None else plan.candidates(self.draft_names)
+
+    def check_trees(self, config: EAGLEConfig) -> None:
+        """Raises ValueError where a draft model cannot draft the trees; of several, each has those that it can."""
+        for draft in self.drafts:
+            check_trees(config if len(self.drafts) == 1 else fit_tree(config, draft), draft)
+
+    def pooled_drafts(self, config: EAGLEConfig) -> tuple[DraftModel, ...]:
+        """Returns the draft models that need KV pools."""
+        return self.drafts if config.needs_model else ()
 
     def _max_pages(self, config: EAGLEConfig) -> int:
         """Returns the pages of a request of full length, the same with and without speculation."""
-        trees = [config, *(tree for _, tree in config.trees if tree is not None)]
-        reader = make_reader(config, self._pooled_draft(config))
-        past_end = max(make_drafter(tree, reader, self.device).overshoot for tree in trees)
+        readers = make_readers(config, self.target, self.pooled_drafts(config))
+        wholes = [(None, each.config, each.reader) for each in readers] or [(None, config, None)]
+        trees = [each for each in (*wholes, *trees_of(config, readers)) if each[1] is not None]
+        past_end = max(make_drafter(tree, reader, self.device).overshoot for _, tree, reader in trees)
         # rounded up, so that another tree rarely needs other pools
         needed = self.max_length(config, speculative=False) + -(-past_end // 256) * 256
         return -(-needed // config.page_size)

@@ -36,6 +36,7 @@ class Choice:
 
     def __init__(self, table: Sequence[tuple[int | None, int]]):
         self._table = table
+        self.steps: Counter[int] = Counter()  # by number
 
     def choose(self, num_rows: int) -> int:
         """Returns the number of the runner for a step of `num_rows` rows, including dead rows among them."""
@@ -43,6 +44,11 @@ class Choice:
 
     def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
         """Notes the time of such a step (None: it was not measured) and the mean number of tokens per request."""
+        self.steps[number] += 1
+
+    def tokens_of(self, number: int) -> float | None:
+        """Returns the mean tokens per step and request of late; None: not known."""
+        return None
 
     def expect(self, number: int, num_rows: int, least_ms: float) -> None:
         """Notes what such a step takes at least, as measured without any request."""
@@ -75,16 +81,18 @@ class Fastest(Choice):
     rows         of each number: the rows of a request in a step; None: no step has to be captured
     read_bytes   the bytes of weights that a step of this many rows reads, by a call that may wait for the device;
                  None: rows make no difference
+    kinds        of each number: the draft model that drafts; only trees of one are compared by their sizes. None: one
     tokens       by number: tokens per step, and the rows that they were averaged over; None: nothing is known of them
     """
 
     def __init__(
         self, most_tokens: Sequence[int], most_rows: int | None, rows: Sequence[int] | None = None,
         tokens: tuple[dict[int, float], Counter[int]] | None = None,
-        read_bytes: Callable[[float], float] | None = None,
+        read_bytes: Callable[[float], float] | None = None, kinds: Sequence[int | None] | None = None,
     ):  # fmt: skip
+        super().__init__(())
         self._count, self._most_tokens, self._most_rows, self._rows = len(most_tokens), most_tokens, most_rows, rows
-        self._read_bytes = read_bytes
+        self._read_bytes, self._kinds = read_bytes, kinds or [None] * len(most_tokens)
         self._tokens, self._rows_seen = tokens or ({0: 1.0}, Counter())
         # by (batch size class, number): mean, least and expected time, steps timed and noted, steps since it was in use
         self._step_ms: dict[tuple[int, int], float] = {}
@@ -97,8 +105,9 @@ class Fastest(Choice):
 
     def beside_prompts(self) -> Fastest:
         return Fastest(
-            self._most_tokens, self._most_rows, self._rows, (self._tokens, self._rows_seen), self._read_bytes
-        )
+            self._most_tokens, self._most_rows, self._rows, (self._tokens, self._rows_seen), self._read_bytes,
+            self._kinds,
+        )  # fmt: skip
 
     def choose(self, num_rows: int) -> int:
         if self._most_rows is not None and num_rows > self._most_rows:
@@ -130,6 +139,7 @@ class Fastest(Choice):
         return best
 
     def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
+        super().note(number, num_rows, step_ms, tokens)
         key = (_size_class(num_rows), number)
         self._num_seen[key] += 1
         if number:
@@ -145,6 +155,9 @@ class Fastest(Choice):
         if self._probe is not None and self._probe[:2] == key:
             left = self._probe[2] - 1
             self._probe = (*key, left) if left else None
+
+    def tokens_of(self, number: int) -> float | None:
+        return self._tokens.get(number)
 
     def expect(self, number: int, num_rows: int, least_ms: float) -> None:
         self._expected_ms[_size_class(num_rows), number] = least_ms
@@ -165,6 +178,10 @@ class Fastest(Choice):
         is_read = self._read_bytes is None or self._read_bytes(rows) <= FREE_BYTES * self._read_bytes(num_rows)
         return rows <= FREE_ROWS and is_read
 
+    def _is_smaller(self, other: int, number: int) -> bool:
+        """Returns whether the other number is plain decoding or a tree of the same draft model, and no larger."""
+        return other <= number and (other == 0 or self._kinds[other] == self._kinds[number])
+
     def _is_warm(self, size: int, number: int) -> bool:
         """Returns whether such a step has nothing left to capture."""
         return self._rows is None or self._num_seen[size, number] > 0 or (size, number) in self._expected_ms
@@ -180,7 +197,8 @@ class Fastest(Choice):
         for fewer in range(size - 1, -1, -1):
             speed = self._speed(fewer, number)
             if speed:
-                return any(speed < HOPELESS * self._speed(fewer, other) for other in range(number))
+                smaller = [other for other in range(number) if self._is_smaller(other, number)]
+                return any(speed < HOPELESS * self._speed(fewer, other) for other in smaller)
         return False
 
     def _may_win(self, size: int, number: int) -> bool:
@@ -189,7 +207,9 @@ class Fastest(Choice):
         been busy."""
         known = [(key, ms) for key, ms in self._least_ms.items() if self._num_timed[key] > 1]
         known += self._expected_ms.items()
-        least_ms = max((ms for (fewer, smaller), ms in known if fewer <= size and smaller <= number), default=0.0)
+        least_ms = max(
+            (ms for (fewer, other), ms in known if fewer <= size and self._is_smaller(other, number)), default=0.0
+        )
         speeds = [self._speed(size, other) for other in range(self._count) if other != number]
         return self._most_tokens[number] >= max(speeds, default=0.0) * least_ms
 

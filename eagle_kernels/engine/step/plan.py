@@ -1,12 +1,13 @@
 """The kinds of steps that a configuration chooses from, each with its own graphs, and the choice among them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..batch.state import BatchState
 from ..config.eagle_config import EAGLEConfig
-from ..drafters.methods import NaiveDrafter, make_drafter, make_reader
+from ..drafters.methods import NaiveDrafter, make_drafter, make_readers, trees_of
+from ..drafters.protocol import Reader
 from ..drafters.suffix import SuffixCache, SuffixFeed
 from ..models.causal_draft import CausalDraft
 from ..models.protocol import DraftModel, TargetModel, takes_rows
@@ -15,6 +16,26 @@ from .runner import StepRunner
 from .stepper import Stepper, Verified
 
 _logger = logging.getLogger(__name__)
+
+
+class Candidate(NamedTuple):
+    """Describes a kind of steps that an engine chooses from.
+
+    Attributes:
+        draft: The name of the draft that makes the drafts, or the method without a model; None: plain decoding.
+        topk, num_steps, num_draft_tokens, mean_draft_tokens: The tree, as in `EAGLEConfig`; 0, 0, 1 and None for plain
+            decoding.
+        steps: How many steps of the batch were of this kind.
+        tokens_per_step: Tokens that such a step brings a request, in the latest steps; None: not known yet.
+    """
+
+    draft: str | None
+    topk: int
+    num_steps: int
+    num_draft_tokens: int
+    mean_draft_tokens: int | None
+    steps: int
+    tokens_per_step: float | None
 
 
 class StepPlan(NamedTuple):
@@ -47,6 +68,22 @@ class StepPlan(NamedTuple):
             _logger.warning("EAGLEInference: " + told, tree, num_rows, beside)
         return has_others
 
+    def candidates(self, draft_names: Sequence[str]) -> list[Candidate]:
+        """Returns the kinds of steps, in the order of `runners`."""
+        found = []
+        for number, stepper in enumerate(runner.stepper for runner in self.runners):
+            config, steps = stepper.config, sum(choice.steps[number] for choice in self.choices.values())
+            tree = config.topk, config.num_steps, config.num_verify_tokens, config.mean_draft_tokens
+            name = str(config.method) if stepper.own is None else draft_names[stepper.own.number]
+            kind = (name, *tree) if number else (None, 0, 0, 1, None)
+            found.append(Candidate(*kind, steps, self.choices[0].tokens_of(number)))
+        return found
+
+    @property
+    def readers(self) -> list[Reader]:
+        """Returns the readers of the draft models."""
+        return [each.reader for each in self.plain.resting]
+
     @property
     def overshoot(self) -> int:
         """Returns the slots that a request may need past its last token, whichever of the steps it takes."""
@@ -54,24 +91,25 @@ class StepPlan(NamedTuple):
 
 
 def plan_steps(
-    target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, state: BatchState, speculative: bool, lag: int,
-    suffix_cache: SuffixCache | None, on_tree: Callable[[Verified], None] | None,
+    target: TargetModel, drafts: Sequence[DraftModel], config: EAGLEConfig, state: BatchState, speculative: bool,
+    lag: int, suffix_cache: SuffixCache | None, on_tree: Callable[[Verified], None] | None,
 ) -> StepPlan:  # fmt: skip
     """Plans the steps for `config`; only plain decoding when `speculative` is off.
     lag: how many steps the host is behind the device.
     suffix_cache: None: no method of the configuration needs one.
     on_tree: see `Stepper`."""
-    trees = config.trees_for(takes_rows(target)) if speculative and config.may_speculate else ()
-    reader = make_reader(config, draft) if trees else None
-    feed_trees = [] if suffix_cache is None else [tree for _, tree in trees if tree is not None]
+    may_draft = speculative and config.may_speculate
+    readers = make_readers(config, target, drafts) if may_draft else ()
+    trees = trees_of(config, readers, takes_rows(target)) if may_draft else []
+    feed_trees = [] if suffix_cache is None else [tree for _, tree, _ in trees if tree is not None]
     feed = SuffixFeed(feed_trees, suffix_cache, state, lag) if feed_trees else None
-    drafters = [None if tree is None else make_drafter(tree, reader, target.device, feed) for _, tree in trees]
+    drafters = [None if tree is None else make_drafter(tree, reader, target.device, feed) for _, tree, reader in trees]
     keeps_history = any(drafter.reads_history for drafter in drafters if drafter is not None)
-    steppers, table = [Stepper(target, NaiveDrafter(), config, reader, keeps_history, on_tree)], []
-    for (most_rows, tree), drafter in zip(trees, drafters):
+    steppers, table = [Stepper(target, NaiveDrafter(), config, readers, keeps_history, on_tree)], []
+    for (most_rows, tree, _), drafter in zip(trees, drafters):
         table.append((most_rows, 0 if drafter is None else len(steppers)))
         if drafter is not None:
-            steppers.append(Stepper(target, drafter, tree, keeps_history=keeps_history, on_tree=on_tree))
+            steppers.append(Stepper(target, drafter, tree, readers, keeps_history, on_tree))
     if keeps_history:
         state.keep_history()
     is_automatic = bool(trees) and config.adaptive == "auto"
@@ -82,15 +120,16 @@ def plan_steps(
     choice = Choice(table)
     if is_automatic:
         read_bytes = getattr(target, "read_bytes", None)
-        choice = Fastest(most_tokens, config.max_spec_batch, rows, read_bytes=read_bytes)
+        kinds = [None if stepper.own is None else stepper.own.number for stepper in steppers]
+        choice = Fastest(most_tokens, config.max_spec_batch, rows, read_bytes=read_bytes, kinds=kinds)
     return StepPlan(runners, {0: choice}, feed, config.methods)
 
 
-def warn_of_eager_steps(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> None:
+def warn_of_eager_steps(target: TargetModel, drafts: Sequence[DraftModel], config: EAGLEConfig) -> None:
     """Warns about each model that prevents steps from being CUDA graphs, unless the caller set `cuda_graph`."""
     if target.device.type != "cuda" or config.cuda_graph is not None:
         return
-    for role, model in (("target", target), ("draft", draft)):
+    for role, model in (("target", target), *(("draft", draft) for draft in drafts)):
         if not getattr(model, "can_be_captured", True):
             model = model.model if isinstance(model, CausalDraft) else model
             name = type(getattr(model, "model", model)).__name__  # `TransformersTarget` wraps the model

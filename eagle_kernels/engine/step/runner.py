@@ -3,6 +3,7 @@ another one for each number of prompt tokens that a step reads."""
 
 import contextlib
 from collections.abc import Callable, Iterator
+from itertools import product
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -54,11 +55,11 @@ class StepRunner:
     def __init__(self, stepper: Stepper, state: BatchState, use_graphs: bool):
         self.stepper, self._state, self.uses_graphs = stepper, state, use_graphs
         self._graphs: dict[StepKind, StepGraph] = {}
-        self._catch_ups: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._catch_ups: dict[tuple[int, bool, int], torch.cuda.CUDAGraph] = {}
         self._have_run: set[StepKind] = set()
         self._timer: PhaseTimer | None = None
-        if stepper.resting:
-            state.make_room(stepper.resting.num_kept, len(stepper.aux_layers) * stepper.target.hidden_size)
+        for each in stepper.resting:
+            each.make_room(state)
         # all graphs share their memory and the stream that they are captured on
         self._memory = torch.cuda.graph_pool_handle() if use_graphs else None
         self._stream = torch.cuda.Stream(stepper.target.device) if use_graphs else None
@@ -84,15 +85,18 @@ class StepRunner:
         graph.replay()
         return result
 
-    def catch_up(self, num_rows: int, is_wanted: bool) -> None:
-        """Lets the draft read what it missed of at least the first `num_rows` rows; see `Reader.catch_up`."""
-        resting = self.stepper.resting
+    def catch_up(self, num_rows: int, is_wanted: bool, place: int = 0) -> None:
+        """Lets the draft at a place among those that rest read what it missed of at least the first `num_rows` rows;
+        see `Reader.catch_up`."""
+        resting = self.stepper.resting[place]
         if not self.uses_graphs:
             resting.catch_up(self._state, num_rows, is_wanted)
             return
-        key = (bucket_of(num_rows, self._state.num_rows), is_wanted)
+        key = (bucket_of(num_rows, self._state.num_rows), is_wanted, place)
         if key not in self._catch_ups:
-            self._catch_ups[key], _ = self._record(lambda _: resting.catch_up(self._state, *key), None, "a catch-up")
+            self._catch_ups[key], _ = self._record(
+                lambda _: resting.catch_up(self._state, *key[:2]), None, "a catch-up"
+            )
         self._catch_ups[key].replay()
 
     def warm_up(self, num_rows: int, features: Features, prompts: PromptRows | None = None) -> float | None:
@@ -104,8 +108,8 @@ class StepRunner:
         with _all_dead(self._state, prompts):
             if not self.uses_graphs:
                 self.run(num_rows, features, prompts)
-            for is_wanted in (True, False) if self.stepper.resting else ():
-                self.catch_up(num_rows, is_wanted)
+            for place, is_wanted in product(range(len(self.stepper.resting)), (True, False)):
+                self.catch_up(num_rows, is_wanted, place)
             return min(self._replay_ms(num_rows, features, prompts) for _ in range(3)) if self.uses_graphs else None
 
     def time_ms(self, num_rows: int, features: Features, lengths: Tensor, block_table: Tensor) -> float:
@@ -174,7 +178,7 @@ class StepRunner:
 def _all_dead(state: BatchState, prompts: PromptRows | None) -> Iterator[None]:
     """Makes all rows dead inside the block, then restores them."""
     with _restored(state, *(() if prompts is None else (prompts.held,))):
-        for tensor in (state.is_live, state.lengths, state.num_behind):
+        for tensor in (state.is_live, state.lengths, *(each.num_behind for each in state.drafts)):
             tensor.zero_()
         state.block_table.fill_(-1)
         if prompts is not None:

@@ -7,7 +7,7 @@ Let a request have n committed tokens t_0 .. t_{n-1} and the root t_n, which is 
 Then the target reads a node of depth d at position n + d.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from ... import ops
 from ..batch.kv_pool import DecodeAttend, JointAttend, RaggedAttend, TreeAttend
 from ..batch.state import Batch, BatchState, Committed
 from ..config.eagle_config import EAGLEConfig
-from ..drafters.protocol import Drafter, Proposal, Reader, root_only
+from ..drafters.draft_reader import DraftReader
+from ..drafters.protocol import Drafter, Proposal, root_only
 from ..models.protocol import ModelError, TargetModel, takes_rows
 from ..models.running import run_target
 from ..requests.sampling_params import Features
@@ -61,20 +62,21 @@ class Verified(NamedTuple):
 class Stepper:
     """Carries out the step of one configuration: its drafter proposes trees, and the target verifies them.
 
-    resting        for the plain steps of a plan with a draft model: the model's reader, which catches up later
+    readers        of the plan's draft models; those with which the drafter does not draft rest, and catch up later
     keeps_history  whether committed tokens are written to `BatchState.history`, since some drafter of the plan reads it
     on_tree        called in every step, which is then not captured; it may wait for the device, but must change nothing
     """
 
     def __init__(
-        self, target: TargetModel, drafter: Drafter, config: EAGLEConfig, resting: Reader | None = None,
+        self, target: TargetModel, drafter: Drafter, config: EAGLEConfig, readers: Sequence[DraftReader] = (),
         keeps_history: bool = False, on_tree: Callable[[Verified], None] | None = None,
     ):  # fmt: skip
         self.target, self.drafter, self.config, self.on_tree = target, drafter, config, on_tree
-        self.resting, self.keeps_history = resting, keeps_history
-        reader = drafter.reader or resting
-        self._model = None if reader is None else reader.model
-        self.aux_layers = () if reader is None else self._model.aux_layers
+        self.keeps_history = keeps_history
+        self.own = next((each for each in readers if each.reader is drafter.reader), None)
+        self.resting = [each for each in readers if each is not self.own]
+        self._models = [each.reader.model for each in readers]
+        self.aux_layers = tuple(layer for model in self._models for layer in model.aux_layers)
         self.num_steps, self.num_nodes = drafter.num_steps, drafter.num_nodes
         mean = config.mean_draft_tokens
         # of a request in the mean; those of a batch are shared out by what they are worth if that is less
@@ -87,7 +89,7 @@ class Stepper:
     @property
     def can_be_captured(self) -> bool:
         """Returns whether a step can be captured in a CUDA graph: nothing in it waits for the device."""
-        if not all(getattr(model, "can_be_captured", True) for model in (self.target, self._model)):
+        if not all(getattr(model, "can_be_captured", True) for model in (self.target, *self._models)):
             return False
         return self.num_nodes == 1 or self.config.tree_mask_mode != ops.TreeMaskMode.FULL_MASK
 
@@ -103,7 +105,10 @@ class Stepper:
         """Advances the live rows among the first `num_rows` by their accepted drafts and one token of the target, which
         reads parts of prompts in the same pass, if it `reads_several`."""
         with timer.phase("draft"):
-            max_length = None if self.drafter.reader is None else self._model.max_length
+            if self.own is None:
+                max_length = None
+            else:  # what is past the shortest model's end is never kept
+                state, max_length = state.drafts[self.own.number], min(model.max_length for model in self._models)
             batch = Batch(state, slice(0, num_rows), self.drafter.num_slots, max_length)
             proposal = self.drafter.propose(batch)
             if self.mean_nodes < self.num_nodes:
@@ -121,15 +126,15 @@ class Stepper:
                 pool, sizes = state.target_pool, {"num_verify_tokens": self.num_nodes}
                 accepted = committed.accept_index, committed.accept_token_num
                 ops.move_accepted_kv(pool.k_cache, pool.v_cache, batch.block_table, batch.lengths, *accepted, **sizes)
-        if self.drafter.reader is not None or proposal.learn is not None:
+        if self.own is not None or proposal.learn is not None:
             with timer.phase("draft"):
-                if self.drafter.reader is not None:
-                    self.drafter.reader.observe(batch, committed, target_features)
+                if self.own is not None:
+                    self.own.reader.observe(batch, committed, self.own.of(target_features))
                 if proposal.learn is not None:
                     proposal.learn(committed)
         with timer.phase("bookkeeping"):
-            if self.resting:
-                state.keep(batch.rows, self.resting.num_kept, committed.bonus_tokens, target_features)
+            for each in self.resting:
+                each.keep(batch, committed, target_features)
             if self.keeps_history:
                 state.append_to_history(batch.rows, committed.tokens)
             state.sampling.count(features, batch.rows, committed.tokens)

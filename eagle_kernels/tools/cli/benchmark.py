@@ -117,8 +117,9 @@ def _number(value: float | dict[str, float]) -> str:
 
 
 def _method(engine: EAGLEInference) -> str | tuple[str, ...]:
-    """Returns the method of drafting, which the configuration may leave to the head."""
-    return engine.config.method or engine.draft.method
+    """Returns the method of drafting, which the configuration may leave to the head, or to several drafts."""
+    drafts = engine.draft if isinstance(engine.draft, tuple) else (engine.draft,)
+    return engine.config.method or ", ".join(draft.method for draft in drafts)
 
 
 def _conditions(engine: EAGLEInference) -> dict:

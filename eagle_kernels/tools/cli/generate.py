@@ -54,6 +54,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         for prompt, text, token_ids in zip(texts, written, output_ids)
     ]
     report = stats.to_dict()
+    of_drafts = {"candidates": [each._asdict() for each in engine.candidates]} if _has_several(engine) else {}
     if arguments.compare:
         plain = engine.generate(prompts, arguments.max_new_tokens, seeds=stats.seeds, speculative=False, progress=False)
         stats.plain_step_ms = plain.stats.step_ms
@@ -62,10 +63,15 @@ def _generate(arguments: argparse.Namespace) -> int:
             result |= _comparison(engine, prompt, result["token_ids"], plain_ids, tokenizer)
     if arguments.json:
         of_requests = results[0] if len(results) == 1 else {"requests": results}
-        print(json.dumps(of_requests | report, indent=2))
+        print(json.dumps(of_requests | report | of_drafts, indent=2))
     else:
-        print("\n" + _table(report, results, stats, engine.config))
+        print("\n" + _table(report | of_drafts, results, stats, engine.config))
     return 0
+
+
+def _has_several(engine: EAGLEInference) -> bool:
+    """Returns whether the engine chooses among several drafts."""
+    return isinstance(engine.draft, tuple)
 
 
 def _read_prompts(arguments: argparse.Namespace) -> list[str]:
@@ -156,6 +162,11 @@ def _table(report: dict[str, Any], results: list[dict[str, Any]], stats: Generat
         ("accepted at depth 1, 2, ...", per_depth),
         ("tokens/s", f"{stats.tokens_per_second:.1f}"),
     ]
+    if "candidates" in report:
+        steps: Counter[str] = Counter()
+        for each in report["candidates"]:
+            steps[each["draft"] or "plain decoding"] += each["steps"]
+        rows.append(("steps of the batch by draft", ", ".join(f"{name} {count}" for name, count in steps.items())))
     if config.temperature > 0:  # else nothing is drawn
         rows.append(("seed", ", ".join(map(str, stats.seeds))))
     if "plain_tokens_per_second" in report:

@@ -49,7 +49,7 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--adaptive", action="store_true",
-        help="time several trees and use the fastest (default: on a GPU, if no tree is given)",
+        help="time several trees, of every draft, and use the fastest (default: on a GPU, if no tree is given)",
     )  # fmt: skip
     add("--max-batch", type=int, default=defaults.max_batch, help="most requests per step (default: %(default)s)")
     add(
@@ -64,7 +64,11 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
     add("--draft-quantize", metavar="NAME", type=_parts, help="quantise the draft, likewise (default: not quantised)")
     add("--eager", action="store_true", help="run without CUDA graphs (default: with them on a GPU)")
     add("--target", type=read_folder, help="folder of the target model (default: the embedded pair)")
-    add("--draft", type=read_folder, help="folder of the EAGLE head or draft model (default: the embedded pair)")
+    add(
+        "--draft",
+        type=read_folder,
+        help="folder of the EAGLE head or draft model, or of several (default: the embedded pair)",
+    )
     add("--allow-larger-draft", action="store_true", help="let a draft model have more weights than the target")
     add(
         "--speculative-config", type=_fields, default=None,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from eagle_kernels import SamplingParams
-from eagle_kernels.engine.drafters import readers
+from eagle_kernels.engine.drafters import methods, readers
 from eagle_kernels.engine.serve import memory
 from eagle_kernels.engine.serve import scheduler as serving
 from eagle_kernels.engine.serve.threads import running
@@ -32,7 +32,7 @@ def walkers(**config):
 
 
 def page_bytes(engine):
-    return memory._page_bytes(engine.target, engine.session._pooled_draft(engine.config), engine.config)
+    return memory._page_bytes(engine.target, engine.session.pooled_drafts(engine.config), engine.config)
 
 
 def scheduler_of(engine):
@@ -128,7 +128,7 @@ def test_the_bytes_that_are_free_suffice(tree, monkeypatch):
     have use of."""
     engine = walkers(**TREES[tree])
     size = page_bytes(engine)
-    arguments = engine.target, engine.session._pooled_draft(engine.config), engine.config
+    arguments = engine.target, engine.session.pooled_drafts(engine.config), engine.config
     sizes = memory.workspace_bytes(*arguments, 9, 20)
     needed = sizes["kv_cache"] + sizes["rows"]
     assert sizes["kv_cache"] == 20 * size and sizes["total"] == needed + sizes["step"]
@@ -197,7 +197,7 @@ def test_steps_are_noted_as_they_were(lag, monkeypatch):
     """Their rows, tokens and times, those of the first of a kind excepted; and drafts catch up where it is time to."""
     events, read, noted, coin = [], [], [], random.Random(lag)
     monkeypatch.setattr(serving, "host_lag", lambda device: lag)
-    for module in (serving, readers):
+    for module in (methods, readers):
         monkeypatch.setattr(module, "CATCH_UP_EVERY", 3)
 
     def watch(owner, name, tell):
@@ -239,7 +239,7 @@ def test_steps_are_noted_as_they_were(lag, monkeypatch):
             missed, plan = 0, now
         drafts = runner is not plan.runners[0]
         is_due = missed > 0 and (drafts or missed == 3)
-        assert caught_up == [(plan.runners[0], num_rows, drafts)] * is_due
+        assert caught_up == [(plan.runners[0], num_rows, drafts, 0)] * is_due
         missed, caught_up = (0 if is_due else missed) + (not drafts), []
         (number, most_rows, step_ms, mean_tokens), (launch, tokens) = noted.pop(0), steps.pop(0)
         kind = id(runner), bucket_of(num_rows, 4), features, prompts is not None

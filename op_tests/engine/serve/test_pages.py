@@ -32,11 +32,11 @@ CHUNKS = (2, 3, 6)
 
 def reading_of(reader, page_size: int, chunk: int, is_deterministic: bool) -> Reading:
     config = SimpleNamespace(deterministic=is_deterministic, prefill_chunk=chunk)
-    plain = SimpleNamespace(resting=reader, config=config, reads_several=not is_deterministic, on_tree=None)
+    plain = SimpleNamespace(config=config, reads_several=not is_deterministic, on_tree=None)
     state = SimpleNamespace(
         target_pool=SimpleNamespace(page_size=page_size), lengths=SimpleNamespace(device="a device")
     )
-    return Reading(SimpleNamespace(plain=plain), state, None, {})
+    return Reading(SimpleNamespace(plain=plain, readers=[] if reader is None else [reader]), state, None, {})
 
 
 class Row(SimpleNamespace):
@@ -130,7 +130,7 @@ class World:
         return True
 
     def draft_keys(self, row, begin: int, end: int) -> None:
-        reader = row.reading._plan.plain.resting
+        reader = next(iter(row.reading._plan.readers), None)
         if reader is not None:
             again = reader.ahead - 1 if isinstance(reader, Modules) else 0
             rows = range(max(begin - again, row.num_shared), end)
@@ -141,7 +141,7 @@ class World:
         return (row.text[: place + 1], part if row.reading._plan.plain.config.deterministic else None)
 
     def draft_note(self, row, place: int, end: int) -> tuple:
-        reader = row.reading._plan.plain.resting
+        reader = next(iter(row.reading._plan.readers), None)
         return (type(reader), reader.ahead, row.text[: min(place + reader.ahead, end) + 1])
 
     def end(self, row) -> None:
@@ -166,7 +166,7 @@ class World:
             is_known = not isinstance(above, SharedPage) or self.cache._known.get(above.key) is above
             assert is_known
         for row in self.rows:
-            reader, prompt = row.reading._plan.plain.resting, row.request.prompt
+            reader, prompt = next(iter(row.reading._plan.readers), None), row.request.prompt
             for place in range(row.num_read):
                 slot = row.held.ids[place // self.size], place % self.size
                 begin = place // self.chunk * self.chunk
