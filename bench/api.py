@@ -57,7 +57,7 @@ _ENGINE_PARTS = {
     "The engine": ("eagle_kernels.engine", ()),
     "Types": (
         "eagle_kernels.types",
-        ("TokenStream", "TextStream", "TextPiece", "BenchmarkResult", "RunStats", "Verified", "Tokenizer",
+        ("TokenStream", "TextStream", "TextPiece", "BenchmarkResult", "RunStats", "Candidate", "Verified", "Tokenizer",
          "Detokenizer", "Matcher"),
     ),
     "Model folders": ("eagle_kernels.engine.models.loading", ("load_target", "load_draft", "demo_pair")),
@@ -71,7 +71,8 @@ _ENGINE_PARTS = {
 # classes that callers do not make; their pages show no call, like those of protocols
 _NOT_CALLED = ("TokenStream", "TextStream", "Verified", "ModelError", "TreeMaskMode")
 # classes that callers read and do not make; their pages show no defaults
-_RESULTS = ("GenerationOutput", "GenerationStats", "Request", "TokenEvent", "TextPiece", "BenchmarkResult", "RunStats")
+_RESULTS = ("GenerationOutput", "GenerationStats", "Request", "TokenEvent", "TextPiece", "BenchmarkResult", "RunStats",
+            "Candidate")  # fmt: skip
 # members that only the engine and its tools call
 _OWN = {
     "EAGLEConfig": ("on", "trees_for", "most_beams", "sampling", "keeps_text", "may_speculate", "simulated_rates"),
