@@ -235,6 +235,41 @@ def test_memory_is_counted():
     assert engine.session.max_length(engine.config, True) == 128
 
 
+def test_requests_come_and_go(monkeypatch):
+    """More of them than rows, prompts beside steps, a limit of time and of drafts, and a warm-up before."""
+    at_random(monkeypatch)
+    for options in ({"max_step_ms": 0.01, "prefill_chunk": 4}, {"max_spec_batch": 2}, {"mean_draft_tokens": 4}):
+        texts = []
+        for is_speculating in (True, False):
+            engine = engine_of("head", "masks", "block", max_batch=4, **options)
+            engine.is_speculating = is_speculating
+            if is_speculating and "max_spec_batch" in options:
+                engine.warmup(SamplingParams())
+            requests = [engine.submit(prompt, SamplingParams(max_new_tokens=20)) for prompt in PROMPTS * 3]
+            engine.collect()
+            texts.append([request.output_ids for request in requests])
+        assert texts[0] == texts[1] and all(len(text) == 20 for text in texts[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": ("draft_model", "suffix", "ngram"), "share_nodes": True},
+        {"method": ("draft_model", "ngram")},
+        {"method": "hybrid", "topk": 2, "num_model_steps": 2, "num_draft_tokens": 8},
+    ],
+    ids=lambda options: str(options["method"]),
+)
+def test_other_methods_beside_each_draft(options, monkeypatch):
+    at_random(monkeypatch)
+    engine, trees = engine_of("model", "masks", min_ngram_size=1, **options), []
+    plain = engine.generate(PROMPTS, 30, speculative=False).output_ids
+    text, stats = engine.generate(PROMPTS, 30)
+    engine.on_tree = trees.append
+    assert text == plain == engine.generate(PROMPTS, 30).output_ids
+    assert stats.accepted > 0 and trees
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """(drafts, target): a DFlash draft, the target itself, and an EAGLE-3 head."""
