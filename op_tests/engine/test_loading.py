@@ -222,7 +222,7 @@ def test_what_is_no_path_is_named_by_its_argument(target_folder, draft_folder, v
         "inspect_head: draft": lambda: inspect_head(value),
         "EAGLEInference.from_pretrained: target_model": lambda: EAGLEInference.from_pretrained(draft_folder, value),
     }
-    if value is not None:
+    if value is not None and not isinstance(value, list):  # a list has several drafts
         calls["EAGLEInference.from_pretrained: draft_model"] = lambda: EAGLEInference.from_pretrained(
             value, target_folder
         )
