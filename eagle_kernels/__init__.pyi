@@ -49,6 +49,7 @@ from .ops import rope as rope
 from .ops import route_experts as route_experts
 from .ops import sample_children as sample_children
 from .ops import sample_from_logits as sample_from_logits
+from .ops import select_from_head as select_from_head
 from .ops import select_top_k_tokens as select_top_k_tokens
 from .ops import share_drafts as share_drafts
 from .ops import silu_and_mul as silu_and_mul
@@ -122,6 +123,7 @@ __all__ = [
     "route_experts",
     "sample_children",
     "sample_from_logits",
+    "select_from_head",
     "select_top_k_tokens",
     "share_drafts",
     "silu_and_mul",

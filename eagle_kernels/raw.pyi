@@ -48,6 +48,7 @@ from .ops.tree.compute_tree_statistics import compute_tree_statistics as compute
 from .ops.tree.organize_draft_results import organize_draft_results as organize_draft_results
 from .ops.tree.pack_tree_mask import pack_tree_mask as pack_tree_mask
 from .ops.tree.prune_trees import prune_trees as prune_trees
+from .ops.tree.select_from_head import select_from_head as select_from_head
 from .ops.tree.select_top_k_tokens import select_top_k_tokens as select_top_k_tokens
 from .ops.tree.tree_from_mask import tree_from_mask as tree_from_mask
 from .ops.tree.tree_from_parents import tree_from_parents as tree_from_parents
@@ -101,6 +102,7 @@ __all__ = [
     "route_experts",
     "sample_children",
     "sample_from_logits",
+    "select_from_head",
     "select_top_k_tokens",
     "share_drafts",
     "silu_and_mul",

@@ -39,7 +39,7 @@ from .ops.tree.build_tree_from_scores import Output as BuildTreeFromScoresOutput
 from .ops.tree.compute_tree_statistics import Output as TreeStatisticsOutput
 from .ops.tree.organize_draft_results import Output as OrganizeDraftResultsOutput
 from .ops.tree.prune_trees import Output as PruneTreesOutput
-from .ops.tree.select_top_k_tokens import Output as SelectTopKTokensOutput
+from .ops.tree.shared.levels import Output as SelectTopKTokensOutput
 from .ops.tree.shared.tree_contract import Output as BuildTreeOutput
 from .ops.tree.tree_from_mask import Output as TreeFromMaskOutput
 from .ops.verify.append_output import Output as AppendOutput

@@ -354,6 +354,17 @@ def select_top_k_tokens(coin):
     return values
 
 
+def select_from_head(coin):
+    values = select_top_k_tokens(coin)
+    rows, vocab_size = values.pop("logits").shape
+    num_columns, dtype = coin.choice((1, 16, 70, 300)), coin.choice((torch.float16, torch.bfloat16))
+    return values | {
+        "hidden": torch.randint(-2, 3, (rows, num_columns)).to(dtype),
+        "weight": torch.randint(-2, 3, (vocab_size, num_columns)).to(dtype),
+        "prefetch_weight": is_drawn(coin),
+    }
+
+
 def build_tree_from_blocks(coin):
     depth, topk, num_nodes = coin.choice((1, 2, 3, 7, 20)), coin.choice((1, 2, 3, 7, 8, 13)), nodes(coin)
     sizes = {"mode": modes(coin, num_nodes), "grain": coin.choice((1, 4, 64)), "has_budget": is_drawn(coin)}
@@ -373,7 +384,8 @@ CALLS = {
                write_kv],
          "latent": [write_latent_kv],
         "tree": [build_tree, build_tree_from_blocks, build_tree_from_scores, compute_tree_statistics,
-                 organize_draft_results, pack_tree_mask, prune_trees, select_top_k_tokens, tree_from_mask,
+                 organize_draft_results, pack_tree_mask, prune_trees, select_from_head,
+                 select_top_k_tokens, tree_from_mask,
                  tree_from_parents, unpack_tree_mask],
     }.items()
     for function in functions

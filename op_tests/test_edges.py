@@ -595,6 +595,13 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
           "parents": [[0, 0]] * 3, "hidden_rows": [[0, 0], [1, 1], [2, 2]], "parent_slots": [[0, 1]] * 3,
           "ancestors": [[[1], [2]]] * 3}),
     ],
+    "select_from_head": [
+        # likewise; of logits that are equal once they are rounded the lower id comes first
+        ({"hidden": rows([1, 1]).half(), "weight": rows([NAN, 1], [2048, 0], [2048, 1], [0, 0]).half(), "topk": 3,
+          "level": 0, "draft_to_target": T([5, 6, 7, 8])},
+         {"tokens": [[7, 9, 11]], "scores": [[-math.log(2), -math.log(2), -math.log(2) - 2048]], "parents": [[0] * 3],
+          "hidden_rows": [[0] * 3], "parent_slots": [[0, 1, 2]], "ancestors": [[[1], [2], [4]]]}),
+    ],
     "prune_trees": [
         # NaN and -inf never stay, nor what does not see its root; below 0 is 0, and too many are max_rows - B
         ({"draft_tokens": T([[9, 1, 2, 3]]), "tree_mask": T([[[1], [3], [5], [8]]]), "scores": rows([NAN, 1, 9]),

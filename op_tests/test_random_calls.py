@@ -19,7 +19,7 @@ from op_tests.random_calls import CALLS, drawn_call
 DRAWS = 16
 # scores are read again for each bit of the one that is sought
 TILES = {"tree.prune_trees": (32, 64)}
-FLOATS = {"tree.select_top_k_tokens": ("scores", "candidate_scores")}
+FLOATS = {f"tree.{name}": ("scores", "candidate_scores") for name in ("select_from_head", "select_top_k_tokens")}
 
 
 @pytest.mark.parametrize("path", CALLS)

@@ -48,6 +48,7 @@ from ..reference.ops.tree.compute_tree_statistics import compute_tree_statistics
 from ..reference.ops.tree.organize_draft_results import organize_draft_results as _organize_draft_results_reference
 from ..reference.ops.tree.pack_tree_mask import pack_tree_mask as _pack_tree_mask_reference
 from ..reference.ops.tree.prune_trees import prune_trees as _prune_trees_reference
+from ..reference.ops.tree.select_from_head import select_from_head as _select_from_head_reference
 from ..reference.ops.tree.select_top_k_tokens import select_top_k_tokens as _select_top_k_tokens_reference
 from ..reference.ops.tree.tree_from_mask import tree_from_mask as _tree_from_mask_reference
 from ..reference.ops.tree.tree_from_parents import tree_from_parents as _tree_from_parents_reference
@@ -112,6 +113,7 @@ from .tree.compute_tree_statistics import compute_tree_statistics as _compute_tr
 from .tree.organize_draft_results import organize_draft_results as _organize_draft_results
 from .tree.pack_tree_mask import pack_tree_mask as _pack_tree_mask
 from .tree.prune_trees import prune_trees as _prune_trees
+from .tree.select_from_head import select_from_head as _select_from_head
 from .tree.select_top_k_tokens import select_top_k_tokens as _select_top_k_tokens
 from .tree.shared.tree_contract import Output as BuildTreeOutput
 from .tree.shared.tree_mask import TreeMaskMode as TreeMaskMode
@@ -208,6 +210,8 @@ sample_children = _with_reference(_sample_children, _sample_children_reference)
 """Draws the children of tree nodes from the draft's distribution, without or with replacement."""
 sample_from_logits = _with_reference(_sample_from_logits, _sample_from_logits_reference)
 """Draws one token from each row of logits, as plain decoding does."""
+select_from_head = _with_reference(_select_from_head, _select_from_head_reference)
+"""Selects the candidates and beams of one draft level from the rows that the draft model's output layer reads."""
 select_top_k_tokens = _with_reference(_select_top_k_tokens, _select_top_k_tokens_reference)
 """Selects the candidates of one draft level, and the best of them as the beams that the next level expands."""
 share_drafts = _with_reference(_share_drafts, _share_drafts_reference)
@@ -297,6 +301,7 @@ __all__ = [
     "route_experts",
     "sample_children",
     "sample_from_logits",
+    "select_from_head",
     "select_top_k_tokens",
     "share_drafts",
     "silu_and_mul",

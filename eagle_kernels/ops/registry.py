@@ -39,6 +39,7 @@ FAMILIES = {
         "organize_draft_results",
         "pack_tree_mask",
         "prune_trees",
+        "select_from_head",
         "select_top_k_tokens",
         "tree_from_mask",
         "tree_from_parents",

@@ -78,6 +78,14 @@ def short_key_id(keys):
 
 
 @triton.jit
+def short_key_value(keys, TYPE: tl.constexpr):
+    """Returns the fp32 values that short keys were made of."""
+    order = keys >> 16
+    bits = order ^ ((order >> 15) & 0x7FFF)
+    return bits.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def key_id(keys):
     """Returns the ids int64 that keys were made of."""
     return 0xFFFFFFFF - (keys & 0xFFFFFFFF)

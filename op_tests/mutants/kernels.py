@@ -12,6 +12,7 @@ _ENTRIES = "op_tests/test_debug_law.py::test_entries_that_are_refused_are_those_
 _HOSTILE = "op_tests/test_hostile_calls.py::"
 _RANDOM = "op_tests/test_random_verification.py::test_random_calls"
 _LAYOUTS = "op_tests/test_pool_layouts.py::"
+_HEAD = "op_tests/ops/tree/test_select_from_head.py::"
 _LIMITS = "op_tests/test_debug_mode.py::test_limits_pass_and_one_step_further_fails"
 
 
@@ -253,12 +254,26 @@ MUTANTS = [
         "+ (topk - 1) * room() + num_steps", "+ topk * room()", _LIMITS),
     bug("rows that just fit are refused", VERIFY + "pack_verify_rows.py",
         "num_tokens.cumsum(0) <= max_rows", "num_tokens.cumsum(0) < max_rows", _LIMITS),
-    bug("the third word of a mask", TREE + "select_top_k_tokens.py",
+    bug("the third word of a mask", TREE + "shared/levels.py",
         "tl.load(beam_words_ptr + word + 1,", "tl.load(beam_words_ptr + word + 2,",
         f"{_DRAWN}[tree.select_top_k_tokens]"),
-    bug("too few words of ancestors are taken", TREE + "select_top_k_tokens.py",
+    bug("too few words of ancestors are taken", TREE + "shared/levels.py",
         "if not -(-level * topk // 64) <=", "if not -(-level // 64) <=",
         f"{_TAKEN}[tree.select_top_k_tokens]"),
+    bug("a tile's last token is left out", TREE + "shared/head_tiles.py",
+        "is_token = token < vocab_size", "is_token = (token < vocab_size) & (token % BLOCK_OUTPUT < BLOCK_OUTPUT - 1)",
+        f"{_HEAD}test_ties_go_to_the_lowest_ids"),
+    bug("a sum of exponentials of one tile alone", TREE + "shared/selection.py",
+        "(part_sum * tl.exp(part_max - row_max), axis=0)", "(tl.where(part == 0, part_sum, 0.0), axis=0)",
+        f"{_HEAD}test_sums_of_many_equal_and_of_many_tiny_exponentials"),
+    bug("of equal logits of two tiles the later one", TREE + "shared/selection.py",
+        "tile * NUM_TOKENS + short_key_id(keys), COUNT)",
+        "(num_tiles - tile) * NUM_TOKENS + short_key_id(keys), COUNT)\n"
+        "    token = (num_tiles - token // NUM_TOKENS) * NUM_TOKENS + token % NUM_TOKENS",
+        f"{_HEAD}test_ties_go_to_the_lowest_ids"),
+    bug("logits that are not rounded", TREE + "shared/head_tiles.py",
+        "store_best(logits.to(hidden_ptr", "store_best((logits * 1.0005).to(hidden_ptr",
+        f"{_HEAD}test_logits_are_rounded_before_they_are_compared"),
     bug("a window that counts drafts reads one slot more", KV + "draft_kv_indices.py",
         'seq_lens - window_size + int(values["window_counts_drafts"])', "seq_lens - window_size",
         f"{_ENTRIES}[kv.draft_kv_indices]"),

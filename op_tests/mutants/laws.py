@@ -172,7 +172,8 @@ MUTANTS = [
         [("    drafts.sort(key", "    drafts.reverse()\n    drafts.sort(key")]),
     both("ties to the later beam", "select_top_k_tokens",
         ["op_tests/test_ties.py::test_drafting_keeps_the_lowest_ids_and_beams"],
-        [("ordered_key(score, flat)", "ordered_key(score, (NUM_BEAMS - 1 - beam) * TOPK + rank)")],
+        [("eagle_kernels/ops/tree/shared/levels.py", "ordered_key(score, flat)",
+          "ordered_key(score, (NUM_BEAMS - 1 - beam) * TOPK + rank)")],
         [("    order = torch.sort(candidate_scores, dim",
           "    turned = candidate_scores.view(batch_size, num_beams, topk).flip(1).flatten(1)\n"
           "    order = torch.sort(turned, dim"),

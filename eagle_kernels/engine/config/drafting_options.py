@@ -7,7 +7,7 @@ from typing import Any
 from ...ops.attention.shared.drafts import MAX_DRAFT_KEYS, MAX_QUERY
 from ...ops.draft.ngram_match import MAX_NGRAM
 from ...ops.tree.organize_draft_results import MAX_CANDIDATES
-from ...ops.tree.select_top_k_tokens import MAX_TOPK
+from ...ops.tree.shared.levels import MAX_TOPK
 from ...ops.tree.tree_from_mask import MAX_NODES
 from ...runtime.validated import Rule, Validated, at_least, between, checked, integer, number, one_of
 from ...runtime.values import as_tuples, is_int64, is_integer, is_word, scalar, several, shown

@@ -9,12 +9,12 @@ row's bits depend on the weights and on num_parts alone.
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
-from ....primitives.products import load_tile, multiply
+from ....primitives.products import load_tile, stream_weight
 from ....runtime import tuning
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
 from .layer import SIZES, Layer, choose_tuning, layer_arguments
-from .tiles import PART_COLUMNS, columns_of_part, deal_outputs, place_of_program, store_tile
+from .tiles import columns_of_part, deal_outputs, place_of_program, store_tile
 
 MAX_ROWS = 256
 
@@ -71,6 +71,7 @@ def _linear_decode_tiles_kernel(
     columns = first + tl.arange(0, BLOCK_COLUMN)
     IS_EVEN: tl.constexpr = NUM_COLUMNS % BLOCK_COLUMN == 0
     weight_row_ptrs = layer.weight + output.to(tl.int64) * stride_weight_output * UNIT
+    first_weight = None
     if PREFETCH_WEIGHT:
         first_weight = load_tile(weight_row_ptrs, is_output, columns, NUM_COLUMNS, IS_EVEN, "evict_first")
     await_predecessor(ENABLE_PDL and PREFETCH_WEIGHT)
@@ -78,19 +79,10 @@ def _linear_decode_tiles_kernel(
     row = row_block * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
     is_row = row < num_rows
     x_row_ptrs = layer.x + row.to(tl.int64) * stride_x_row * UNIT
-    if PREFETCH_WEIGHT:
-        first_x = load_tile(x_row_ptrs, is_row, columns, NUM_COLUMNS, IS_EVEN, "evict_last")
-    total = tl.zeros([BLOCK_OUTPUT, BLOCK_ROW], tl.float32)
-    TILES_LAST: tl.constexpr = PART_COLUMNS // BLOCK_COLUMN
-    tl.static_assert(TILES_LAST == 1 or not PREFETCH_WEIGHT, "one tile is kept for last")
-    for index in tl.range(0, num_tiles - PREFETCH_WEIGHT, num_stages=NUM_STAGES):
-        tile = columns + (index + TILES_LAST) % num_tiles * BLOCK_COLUMN
-        weight = load_tile(weight_row_ptrs, is_output, tile, NUM_COLUMNS, IS_EVEN, "evict_first")
-        x = load_tile(x_row_ptrs, is_row, tile, NUM_COLUMNS, IS_EVEN, "evict_last")
-        total = multiply(weight, x, total)
-    if PREFETCH_WEIGHT:
-        total = multiply(first_weight, first_x, total)
-
+    total = stream_weight(
+        weight_row_ptrs, is_output, x_row_ptrs, is_row, columns, num_tiles, first_weight,
+        NUM_COLUMNS=NUM_COLUMNS, BLOCK_COLUMN=BLOCK_COLUMN, NUM_STAGES=NUM_STAGES,
+    )  # fmt: skip
     store_tile(layer, total, part, output, is_output, row, is_row, (stride_output_part, stride_output_row))
 
 

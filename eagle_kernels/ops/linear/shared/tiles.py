@@ -8,12 +8,13 @@ adds up (`rms_norm`): a launch for that alone would cost what the parts save.
 
 import torch
 
+from ....primitives.products import FIRST_COLUMNS
 from ....runtime import target
 from ....runtime.language import tl, triton
 
 MAX_PARTS = 8
 # parts begin at multiples of this; as a constant of kernels, too
-_PART_COLUMNS = 128
+_PART_COLUMNS = FIRST_COLUMNS
 PART_COLUMNS = tl.constexpr(_PART_COLUMNS)
 # the least outputs of a program's tile, by which parts are counted
 _FEWEST_OUTPUTS = 64

@@ -1,6 +1,6 @@
 """The largest logits of long rows, exactly and in order, from one read of the rows.
 
-A row is cut into chunks of LANES groups of LANES ids. `scan_rows` reads all logits and keeps the maxima.
+In memory, a row is cut into chunks of LANES groups of LANES ids. `scan_rows` reads all logits and keeps the maxima.
 `largest_in_rows` then reads little: the best COUNT ids lie in the COUNT chunks with the largest maxima, and there in
 the COUNT groups with the largest maxima (an id elsewhere would have COUNT better ones above it).
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
-from ....primitives.ordering import comparable, ordered_bits, short_key, short_key_id
+from ....primitives.ordering import comparable, ordered_bits, short_key, short_key_id, short_key_value
 from ....runtime import tuning
 from ....runtime.language import next_power_of_2, tl, triton
 from ....runtime.launch import launch
@@ -33,6 +33,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 # Below the ordered bits of all values: marks places without a pair.
 _NO_BITS = tl.constexpr(-(2**31))
 _NO_ID = tl.constexpr(2**31 - 1)
+# Into how many shares 1 is cut where integers stand for exponentials.
+_SHARES = tl.constexpr(2.0**40)
 
 
 class Scan(NamedTuple):
@@ -41,6 +43,14 @@ class Scan(NamedTuple):
     group_max: Any  # [rows, num_chunks * LANES] of the logits' type: the maximum of each group
     chunk_max: Any  # [rows, num_chunks] fp32: the maximum of each chunk
     chunk_sum: Any  # [rows, num_chunks] fp32: its sum of exponentials relative to that maximum
+
+
+class Tiles(NamedTuple):
+    """The results of `store_best`."""
+
+    tile_max: Any  # [rows, num_tiles] fp32: the maximum of each tile
+    tile_sum: Any  # [rows, num_tiles] fp32: its sum of exponentials relative to that maximum
+    keys: Any  # [rows, num_tiles, COUNT] int32: the short keys of its best ids, which count from the tile's first one
 
 
 @triton.jit(do_not_specialize=["stride_logits_row", "num_vectors", "num_chunks"])
@@ -111,28 +121,77 @@ def largest_in_rows(
     [COUNT to a power of two, BLOCK, LANES], the same in all lanes, by descending logit and ascending id, and (maximum,
     logarithm of the sum of exponentials relative to it) [1, BLOCK, 1]."""
     lane = tl.arange(0, LANES)[None, None, :]
-    chunk = tl.arange(0, BLOCK_SLOT)[:, None, None] * LANES + lane
-    is_chunk = is_row & (chunk < num_chunks)
-    chunk_max = _load_lanes(scan.chunk_max, row * num_chunks + chunk, is_chunk)
-    chunk_max = tl.where(is_chunk, chunk_max, float("-inf"))
-    chunk_sum = _load_lanes(scan.chunk_sum, row * num_chunks + chunk, is_chunk)
-    row_max = tl.max(tl.max(chunk_max, axis=0), axis=1)[None, :, None]
-    row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
-    row_sum = tl.sum(tl.sum(chunk_sum * tl.exp(chunk_max - row_max), axis=0), axis=1)[None, :, None]
-    log_sum = tl.log(tl.where(row_sum > 0.0, row_sum, 1.0))
-
+    chunk, is_chunk, chunk_max, row_max, log_sum = _merge_parts(
+        scan.chunk_max, scan.chunk_sum, num_chunks, row, is_row, BLOCK_SLOT
+    )
     MAX_ID: tl.constexpr = LANES * LANES * BLOCK_SLOT
     TYPE: tl.constexpr = logits_ptr.dtype.element_ty
     chunk = _largest_ids(chunk_max, chunk, is_chunk, TYPE, MAX_ID, COUNT)
     group = chunk * LANES + lane
     is_group = is_row & (chunk >= 0) & (group * LANES < vocab_size)
-    group_max = _load_lanes(scan.group_max, row * (num_chunks * LANES) + group, is_group)
+    group_max = _load_lanes(scan.group_max, row * (num_chunks * LANES) + group, is_group).to(tl.float32)
     group = _largest_ids(group_max, group, is_group, TYPE, MAX_ID, COUNT)
     token = group * LANES + lane
     is_token = is_row & (group >= 0) & (token < vocab_size)
-    logit = _load_lanes(logits_ptr, row * stride_logits_row + token, is_token)
+    logit = _load_lanes(logits_ptr, row * stride_logits_row + token, is_token).to(tl.float32)
     bits, token = _largest_pairs(_pair_bits(logit, is_token), token, COUNT)
     return bits, token, row_max, log_sum
+
+
+@triton.jit
+def store_best(logits, is_token, tile, num_tiles, row, is_row, tiles, COUNT: tl.constexpr):
+    """Stores the COUNT best ids of a tile of 16-bit logits [TOKEN, ROW], and its sum, for each of its rows int64 [ROW].
+    Exponentials are cut to integers, whose sum depends on no order: so a row's bits do not depend on how Triton lays
+    out this number of rows."""
+    TYPE: tl.constexpr = logits.dtype
+    NUM_TOKENS: tl.constexpr = logits.shape[0]
+    logits = logits.to(tl.float32)
+    keys = tl.where(is_token[:, None], short_key(logits, tl.arange(0, NUM_TOKENS)[:, None], TYPE), _NO_BITS)
+    tile_max = tl.minimum(short_key_value(tl.max(keys, axis=0), TYPE), _LARGEST_FINITE)
+    shift = tl.where(tile_max == float("-inf"), 0.0, tile_max)[None, :]
+    difference = tl.minimum(comparable(logits), _LARGEST_FINITE) - shift
+    shares = tl.where(is_token[:, None], tl.exp2(difference * _LOG2_E) * _SHARES, 0.0).to(tl.int64)
+    place = row * num_tiles + tile
+    tl.store(tiles.tile_max + place, tile_max, mask=is_row)
+    tl.store(tiles.tile_sum + place, tl.sum(shares, axis=0).to(tl.float32) / _SHARES, mask=is_row)
+    for count in tl.static_range(COUNT):
+        largest = tl.max(keys, axis=0)
+        tl.store(tiles.keys + place * COUNT + count, largest, mask=is_row)
+        keys = tl.where(keys == largest[None, :], _NO_BITS, keys)
+
+
+@triton.jit
+def largest_in_tiles(
+    tiles, num_tiles, row, is_row, COUNT: tl.constexpr, BLOCK_SLOT: tl.constexpr, NUM_TOKENS: tl.constexpr,
+    TYPE: tl.constexpr,
+):  # fmt: skip
+    """Returns what `largest_in_rows` does, from tiles of NUM_TOKENS logits of TYPE; LANES * BLOCK_SLOT is at least
+    num_tiles."""
+    lane = tl.arange(0, LANES)[None, None, :]
+    tile, is_tile, tile_max, row_max, log_sum = _merge_parts(
+        tiles.tile_max, tiles.tile_sum, num_tiles, row, is_row, BLOCK_SLOT
+    )
+    tile = _largest_ids(tile_max, tile, is_tile, TYPE, LANES * BLOCK_SLOT, COUNT)
+    is_key = is_row & (tile >= 0) & (lane < COUNT)
+    keys = _load_lanes(tiles.keys, (row * num_tiles + tile) * COUNT + lane, is_key)
+    bits = _pair_bits(short_key_value(keys, TYPE), is_key & (keys != _NO_BITS))
+    bits, token = _largest_pairs(bits, tile * NUM_TOKENS + short_key_id(keys), COUNT)
+    return bits, token, row_max, log_sum
+
+
+@triton.jit
+def _merge_parts(max_ptr, sum_ptr, num_parts, row, is_row, BLOCK_SLOT: tl.constexpr):
+    """Loads the maxima and sums of the parts of each row. Returns the parts' numbers, whether they exist, and their
+    maxima, [slot, BLOCK, LANES]; then the row's maximum (0 where it is -inf) and the logarithm of its sum."""
+    part = tl.arange(0, BLOCK_SLOT)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    is_part = is_row & (part < num_parts)
+    part_max = _load_lanes(max_ptr, row * num_parts + part, is_part)
+    part_max = tl.where(is_part, part_max, float("-inf"))
+    part_sum = _load_lanes(sum_ptr, row * num_parts + part, is_part)
+    row_max = tl.max(tl.max(part_max, axis=0), axis=1)[None, :, None]
+    row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
+    row_sum = tl.sum(tl.sum(part_sum * tl.exp(part_max - row_max), axis=0), axis=1)[None, :, None]
+    return part, is_part, part_max, row_max, tl.log(tl.where(row_sum > 0.0, row_sum, 1.0))
 
 
 @triton.jit
@@ -142,8 +201,8 @@ def _load_lanes(pointer, offsets, mask):
     SLOTS: tl.constexpr = offsets.shape[0]
     ROWS: tl.constexpr = offsets.shape[1]
     offsets = tl.max_contiguous(tl.reshape(offsets, [SLOTS * ROWS, LANES]), [1, LANES])
-    values = tl.load(pointer + offsets, mask=tl.reshape(mask, [SLOTS * ROWS, LANES]), other=0.0)
-    return tl.reshape(values, [SLOTS, ROWS, LANES]).to(tl.float32)
+    values = tl.load(pointer + offsets, mask=tl.reshape(mask, [SLOTS * ROWS, LANES]), other=0)
+    return tl.reshape(values, [SLOTS, ROWS, LANES])
 
 
 @triton.jit
