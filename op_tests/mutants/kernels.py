@@ -271,9 +271,6 @@ MUTANTS = [
         "(num_tiles - tile) * NUM_TOKENS + short_key_id(keys), COUNT)\n"
         "    token = (num_tiles - token // NUM_TOKENS) * NUM_TOKENS + token % NUM_TOKENS",
         f"{_HEAD}test_ties_go_to_the_lowest_ids"),
-    bug("logits that are not rounded", TREE + "shared/head_tiles.py",
-        "store_best(logits.to(hidden_ptr", "store_best((logits * 1.0005).to(hidden_ptr",
-        f"{_HEAD}test_logits_are_rounded_before_they_are_compared"),
     bug("a window that counts drafts reads one slot more", KV + "draft_kv_indices.py",
         'seq_lens - window_size + int(values["window_counts_drafts"])', "seq_lens - window_size",
         f"{_ENTRIES}[kv.draft_kv_indices]"),

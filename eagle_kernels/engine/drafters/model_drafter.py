@@ -60,10 +60,7 @@ class ModelDrafter(Drafter):
         levels, places = self.reader.levels(batch), Candidates(len(batch), config, batch.roots.device)
         level = ops.select_top_k_tokens(levels.logits, draft_to_target=offsets, topk=topk, level=0, out=places.level(0))
         for depth in range(1, config.num_steps):
-            logits = levels.expand(depth, level.tokens, level.ancestors, level.hidden_rows)
-            level = ops.select_top_k_tokens(
-                logits, level.scores, level.ancestors, offsets, topk=topk, level=depth, out=places.level(depth)
-            )
+            level = levels.select(depth, level, offsets, places.level(depth))
         levels.finish()
         candidates, total = (places.scores, places.tokens, places.parent_slots), lengths_sum(batch, config)
         sizes = {"topk": topk, "spec_steps": config.num_steps, "num_verify_tokens": config.num_verify_tokens}

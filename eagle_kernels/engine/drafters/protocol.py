@@ -136,6 +136,14 @@ class Levels(Protocol):
         ancestors: [B * K, W], packed words of the slots that each of them sees, of all levels so far, K a level.
         parents: [B, K], flat rows of the level before that they follow; None: each follows the row in its place."""
 
+    def select(
+        self, depth: int, above: ops.SelectTopKTokensOutput, offsets: Tensor | None, out: tuple[Tensor, ...]
+    ) -> ops.SelectTopKTokensOutput:
+        """Drafts level `depth` after the beams of level depth - 1, into `out`. offsets: `draft_to_target`."""
+        logits = self.expand(depth, above.tokens, above.ancestors, above.hidden_rows)
+        sizes = {"topk": above.tokens.shape[1], "level": depth}
+        return ops.select_top_k_tokens(logits, above.scores, above.ancestors, offsets, **sizes, out=out)
+
     def finish(self) -> None:
         """Reads what must be read although no more levels are drafted; by default nothing."""
 

@@ -16,7 +16,7 @@ from ..batch.kv_pool import PrefillAttend, TreeAttend
 from ..batch.state import CATCH_UP_EVERY, Batch, BatchState, Committed, Kept
 from ..batch.transfer import to_device
 from ..models.protocol import DraftModel, DraftModules
-from ..models.running import run_draft
+from ..models.running import fused_weight, run_draft
 from .protocol import Levels, PromptPart
 
 
@@ -110,6 +110,23 @@ class ModelLevels(Levels):
         self.logits, self.hidden = state.draft_logits[batch.rows], state.draft_hidden[batch.rows]
 
     def expand(self, depth: int, tokens: Tensor, ancestors: Tensor | None, parents: Tensor | None = None) -> Tensor:
+        return self._read(depth, tokens, ancestors, parents)
+
+    def select(
+        self, depth: int, above: ops.SelectTopKTokensOutput, offsets: Tensor | None, out: tuple[Tensor, ...]
+    ) -> ops.SelectTopKTokensOutput:
+        weight = fused_weight(self._model, above.tokens.numel())
+        if weight is None:
+            return super().select(depth, above, offsets, out)
+        rows = self._read(depth, above.tokens, above.ancestors, above.hidden_rows, projects=False)
+        # prefetch_weight: no kernel of a step writes weights
+        options = {"topk": above.tokens.shape[1], "level": depth, "prefetch_weight": True}
+        return ops.select_from_head(rows, weight, above.scores, above.ancestors, offsets, **options, out=out)
+
+    def _read(
+        self, depth: int, tokens: Tensor, ancestors: Tensor | None, parents: Tensor | None, **which: bool
+    ) -> Tensor:
+        """Reads a level; which: `projects` of the model's `forward`, whose first result this returns, [B * K, ..]."""
         topk, hidden = tokens.shape[1], self.hidden
         if depth == 1:
             hidden = hidden[:, None].expand(-1, topk, -1)
@@ -118,7 +135,7 @@ class ModelLevels(Levels):
         key_positions = self.positions[:, :depth, None].expand(-1, -1, topk)
         positions = key_positions[:, -1]
         attend = self.attend((depth - 1) * topk, positions, ancestors, key_positions)
-        output = run_draft(self._model, tokens, hidden, positions, attend, from_target=False)
+        output = run_draft(self._model, tokens, hidden, positions, attend, from_target=False, **which)
         self.hidden = output.hidden
         return output.logits.flatten(0, 1)
 

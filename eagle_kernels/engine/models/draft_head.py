@@ -106,6 +106,13 @@ class DraftHead(ConfiguredModel):
         """Computes the logits [B, T, Vd] of hidden [B, T, H]."""
         return self._part("lm_head")(hidden)
 
+    @property
+    def output_weight(self) -> Tensor | None:
+        """See `protocol.DraftModel`."""
+        layer = self._part("lm_head")
+        is_plain = type(layer) in (Linear, nn.Linear) and layer.bias is None
+        return layer.weight if is_plain else None
+
     def _part(self, part: str) -> nn.Module:
         module = getattr(self, part) or self._shared.get(part)
         if module is None:

@@ -130,14 +130,15 @@ class EagleHead(DraftHead):
         return features if self.fc is None else self.fc(features)
 
     def forward(
-        self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
-    ) -> DraftOutput:
+        self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool,
+        projects: bool = True,
+    ) -> DraftOutput:  # fmt: skip
         """See `protocol.DraftModel.forward`; F is len(aux_layers)·target_hidden_size, or hidden_size when fed back."""
         if from_target:
             hidden = self._fuse(hidden)
         out = self.midlayer(*self.midlayer.enter(self.embed(input_ids), hidden), self.rotary(positions), attend)
         normed = self.norm(out)
-        return DraftOutput(self.project(normed), normed if self.config.norm_output else out)
+        return DraftOutput(self.project(normed) if projects else normed, normed if self.config.norm_output else out)
 
     def store(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: StoringAttend) -> None:
         """See `protocol.DraftModel`."""
@@ -167,12 +168,13 @@ class Eagle1Head(DraftHead):
         self.layers = nn.ModuleList([HeadLayer(config, config.hidden_size)])
 
     def forward(
-        self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
-    ) -> DraftOutput:
+        self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool,
+        projects: bool = True,
+    ) -> DraftOutput:  # fmt: skip
         """See `protocol.DraftModel.forward`; the target's features and the head's guesses are read alike."""
         fused = self._fuse(input_ids, hidden)
         out = self.layers[0](fused, fused, self.rotary(positions), attend)
-        return DraftOutput(self.project(out), out)
+        return DraftOutput(self.project(out) if projects else out, out)
 
     def store(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: StoringAttend) -> None:
         """See `protocol.DraftModel`."""
@@ -236,11 +238,12 @@ class NextTokenModules(DraftHead):
         return layer.final_layernorm.add(stream, delta)[1]
 
     def forward(
-        self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
-    ) -> DraftOutput:
+        self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool,
+        projects: bool = True,
+    ) -> DraftOutput:  # fmt: skip
         """See `protocol.DraftModel.forward`; the target's features and the module's guesses are read alike."""
         out = self.advance(input_ids, hidden, positions, attend, module=0)
-        return DraftOutput(self.project(out), out)
+        return DraftOutput(self.project(out) if projects else out, out)
 
     def store(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: StoringAttend) -> None:
         """See `protocol.DraftModel`."""

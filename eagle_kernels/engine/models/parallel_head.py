@@ -89,8 +89,9 @@ class ParallelEagleHead(EagleHead):
         return self
 
     def forward(
-        self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
-    ) -> DraftOutput:
+        self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool,
+        projects: bool = True,
+    ) -> DraftOutput:  # fmt: skip
         """See `protocol.DraftModel.forward`."""
         if from_target:
             hidden = self._fuse(hidden)
@@ -99,7 +100,7 @@ class ParallelEagleHead(EagleHead):
         for layer, module in self.layers.items():
             _, stream, delta = module(stream, delta, angles, attend, int(layer))
         out, normed = self.norm.add(stream, delta)
-        return DraftOutput(self.project(normed), normed if self.config.norm_output else out)
+        return DraftOutput(self.project(normed) if projects else normed, normed if self.config.norm_output else out)
 
     @property
     def store(self) -> Callable[..., None]:  # an attribute of heads with one layer alone, see `protocol.DraftModel`

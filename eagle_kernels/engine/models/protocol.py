@@ -226,6 +226,9 @@ class DraftModel(Protocol):
         store: Optional, `store(input_ids, hidden, positions, attend: StoringAttend) -> None`, for a draft with a single
             layer, whose keys depend on no attention. It writes what `forward(..., from_target=True)` writes and
             computes nothing else, so the draft stays up to date during plain decoding at little cost.
+        output_weight: Optional, [Vd, H]: the logits are rows [B, T, H] times it and nothing else; None if they are not.
+            If `forward` takes `projects: bool = True`, it returns those rows as logits where `projects` is False, and
+            the engine may select drafts from them and the weight.
     """
 
     vocab_size: int

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ... import ops
+from ...ops.tree.select_from_head import is_for
 from ...runtime import check
 from ...runtime.placement import is_same_device
+from .layers.norm import library
 from .protocol import Attend, BlockDraft, DraftModel, DraftOutput, ModelError, TargetModel, TargetOutput
 
 _Output = TypeVar("_Output", TargetOutput, DraftOutput)
@@ -30,13 +34,23 @@ def run_target(
 
 
 def run_draft(
-    model: DraftModel, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
-) -> DraftOutput:
-    """Runs a draft and checks what it returns."""
-    output = model.forward(tokens, hidden, positions, attend, from_target=from_target)
+    model: DraftModel, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool,
+    **which: bool,
+) -> DraftOutput:  # fmt: skip
+    """Runs a draft and checks what it returns; which: `projects`."""
+    output = model.forward(tokens, hidden, positions, attend, from_target=from_target, **which)
+    width = model.draft_vocab_size if which.get("projects", True) else model.output_weight.shape[1]
     is_free = from_target or getattr(model, "hidden_grows", False)
     second = (*tokens.shape, None if is_free else hidden.shape[-1])
-    return checked(model, DraftOutput, output, tokens.shape, model.draft_vocab_size, second, hidden.dtype)
+    return checked(model, DraftOutput, output, tokens.shape, width, second, hidden.dtype)
+
+
+def fused_weight(model: DraftModel, num_rows: int) -> Tensor | None:
+    """Returns a draft's `output_weight` if `select_from_head` is faster with it for so many rows, else None."""
+    weight = getattr(model, "output_weight", None)
+    if weight is None or "projects" not in inspect.signature(model.forward).parameters:
+        return None
+    return weight if is_for(num_rows, weight) and library(weight) is ops else None
 
 
 def run_block(model: BlockDraft, hidden: Tensor, count: int) -> Tensor:

@@ -88,20 +88,39 @@ def select_from_head(
 ) -> Output:
     """Selects the candidates and beams of one draft level from the rows that the draft model's output layer reads.
 
-    It returns what `select_top_k_tokens` does for the logits hidden @ weight.T, which it does not store.
+    It returns what `select_top_k_tokens` does for the logits hidden @ weight.T, which it does not store. Flat ids are
+    those of that op.
 
     Args:
         hidden: [B * K, H] fp16 or bf16, but [B, H] at level 0; at most 64 rows, H at least 1. Row b * K + j is beam j
             of request b. Rows may be strided.
         weight: [Vd, H], dtype of `hidden`, Vd at most 2^18. The output layer, without a bias. Rows may be strided.
-        scores, ancestors, draft_to_target, topk, level: as in `select_top_k_tokens`.
+        scores: None or [B, K] fp32. The `scores` of the previous level. None at level 0, and only there.
+        ancestors: None or [B, K, W] int64, ceil(level * K / 64) <= W <= ceil((level + 1) * K / 64). The `ancestors` of
+            the previous level. None at level 0, and only there.
+        draft_to_target: None or [Vd] int64. Offsets: target id = draft id + draft_to_target[draft id]. None: the draft
+            model has the target's ids. Results are not checked to be valid target ids.
+        topk: K, beams of a request and candidates of a beam, 1..16 and at most Vd.
+        level: 0 for the rows of the roots, i for those of the beams of level i - 1.
         prefetch_weight: reads the first weights before the previous kernel of the stream has ended, where the GPU can.
             Faster, but that kernel must not write `weight`.
         out: eight tensors to write into, as in `select_top_k_tokens`.
 
     Returns:
-        The named tuple of `select_top_k_tokens`. Logits are summed in fp32 and rounded once to the dtype of `hidden`;
-        NaN counts as -inf, +inf as the largest finite fp32, and ties go to the lower id.
+        A named tuple:
+        scores: [B, K] fp32. Log-probabilities of the paths to the new beams, descending.
+        tokens: [B, K] int64. Target ids of the new beams' tokens, which stand at the root's position + level + 1.
+        parents: [B, K] int64. Beam that each new beam comes from; 0, the root, at level 0.
+        hidden_rows: [B, K] int64. That beam's row of `hidden`.
+        parent_slots: [B, K] int64. Candidate ids of the new beams: slots 1 + level * K and up of `parent_list`, which
+            has none for the last level.
+        candidate_scores: [B, C] fp32, where C is K at level 0 and K^2 at the others. In the order beam * K + rank.
+        candidate_tokens: [B, C] int64. Target ids of their tokens.
+        ancestors: [B, K, ceil((level + 1) * K / 64)] int64. New beam j becomes draft key level * K + j, and sees its
+            parent's draft keys and its own, besides the text and the root. Bit s % 64 of word s // 64: draft key s.
+            `unpack_tree_mask` turns them into booleans, with num_verify_tokens = (level + 1) * K.
+        Logits are summed in fp32 and rounded once to the dtype of `hidden`; NaN counts as -inf, +inf as the largest
+        finite fp32. Ties in logits or scores go to the lower id.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.
