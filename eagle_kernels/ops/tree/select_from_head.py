@@ -28,7 +28,7 @@ MAX_ROWS = head_tiles.MAX_ROWS
 # ids of which one program can merge all tiles
 MAX_VOCAB = 2**18
 # up to how many rows this is preferred to the two ops; none where it was not measured
-FAST_ROWS = {"default": 0, "sm_90": MAX_ROWS}
+FAST_ROWS = {"default": 0}
 
 
 @triton.jit(do_not_specialize=["num_tiles", *LEVEL_SIZES])
