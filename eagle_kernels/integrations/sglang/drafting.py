@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from ...ops import organize_draft_results, select_top_k_tokens
-from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ...ops.tree.select_top_k_tokens import Output as Level
+from ...ops.tree.shared.levels import MAX_TOPK
 from ...ops.tree.shared.tree_contract import MAX_CANDIDATES
 
 

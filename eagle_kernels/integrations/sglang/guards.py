@@ -4,7 +4,7 @@ import os
 
 from ...ops.attention.shared.drafts import MAX_DRAFT_KEYS, MAX_QUERY
 from ...ops.latent.shared.latents import MAX_LATENT_DIM, MAX_ROPE_DIM
-from ...ops.tree.select_top_k_tokens import MAX_TOPK
+from ...ops.tree.shared.levels import MAX_TOPK
 from ...ops.tree.shared.tree_contract import MAX_CANDIDATES
 from ...runtime.language import is_interpreting
 from ..shared.hooks import fault_in_place

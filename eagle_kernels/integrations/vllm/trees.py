@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ...ops.attention.shared.drafts import MAX_DRAFT_KEYS, MAX_QUERY
-from ...ops.tree.select_top_k_tokens import MAX_TOPK
+from ...ops.tree.shared.levels import MAX_TOPK
 from ...ops.tree.shared.tree_contract import MAX_CANDIDATES
 from ...runtime import check
 
