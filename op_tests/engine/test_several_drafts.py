@@ -71,7 +71,7 @@ def test_texts_are_those_of_plain_decoding(kind, lag, device, monkeypatch):
         assert 0 < stats.accepted < stats.drafted
 
 
-@pytest.mark.parametrize("name", [*drafts_for(RowWalker(**SIZES)), "context"])
+@pytest.mark.parametrize("name", [*drafts_for(RowWalker(**SIZES)), pytest.param("context", marks=pytest.mark.slow)])
 def test_who_has_rested_drafts_as_if_it_had_not(name, tmp_path, monkeypatch):
     """At the same place of a text the drafts are those of an engine with this draft alone, whoever drafted before."""
     if name == "context":
