@@ -171,6 +171,8 @@ def measure(engine, batches: list[list[list[int]]], sampling: dict, order: dict,
             short_s, short_tokens, short_steps = generate(engine, prompts, short, sampling) if short else (0.0, 0, 0)
             long_s, long_tokens, long_steps = generate(engine, prompts, long, sampling)
         seconds, tokens = long_s - short_s, long_tokens - short_tokens
+        if seconds <= 0:
+            raise RuntimeError(f"{long} tokens took {long_s:.4f} s and {short} took {short_s:.4f}: nothing was timed")
         steps = long_steps - short_steps if order["is_speculative"] and short else tokens
         slopes.append(1e3 * seconds / steps)
         speeds.append(len(prompts) * tokens / seconds)
