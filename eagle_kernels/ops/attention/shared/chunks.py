@@ -153,13 +153,5 @@ def launch_chunks(op: str, arguments: dict, tuned: dict) -> None:
         **tuning.compiler_options(tuned),
     )
     if has_parts:
-        # about the parts of one request at once, or all of one alone; more of them leave room for fewer rows, as suits
-        # a few requests of few rows: one of them keeps no multiprocessor busy with four rows at once
-        alone = count_chunks(1, num_tiles, num_processors, tuned["programs"])
-        num_rows = arguments["num_query"] * arguments["out"].output.shape[-2]
-        has_few = arguments["num_query"] == 1 or (num_rows <= 4 * num_processors and num_chunks > 8 * batch_size)
-        rows, parts = (1, 32) if has_few and alone > 16 else (4, 16)
-        if num_chunks <= 4 * batch_size:
-            rows, parts = 4, 4
         cutting = {"LEAST_BLOCKS": least_blocks, "BLOCK_BATCH": 1 if batch_size == 1 else 128}
-        launch_merge(op, num_chunks, rows, parts, arguments, **cutting)
+        launch_merge(op, num_chunks, 1, 32, arguments, **cutting)
