@@ -6,7 +6,8 @@ setting was chosen; their inputs change from call to call, so that the L2 cache 
 disagrees with the reference. `--check-only` checks the small cases of every declaration and times nothing; it needs no
 GPU. `--host` times the host's part in one call alone, on the smallest case of every op: all arguments and `out=` given,
 nothing before it on the GPU and no wait for its end; above them, for comparison, an empty kernel through Triton's own
-launch and one operator of torch. `--compile sm_90` fills Triton's cache for a GPU that is not here (harness/ahead.py).
+launch and one operator of torch. `--compile sm_90` fills Triton's cache for a GPU that is not here (harness/ahead.py),
+`--jobs 12` does so for the one that is, by as many processes before anything is timed.
 The README's tables are made of the results by `python -m bench.report`.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,6 +56,8 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     parser.add_argument("--graphs", action="store_true", help="time CUDA graphs only, which is faster")
     parser.add_argument("--provider", action="append", help="only this provider; may be given several times")
     parser.add_argument("--list", action="store_true", help="print ops, cases and providers, and run nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile beforehand; 1: this one alone")
+    parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)  # which of how many of these this is
     parser.add_argument("--compile", metavar="GPU", help="compile for this architecture (sm_90), run nothing")
     parser.add_argument("--check-only", action="store_true", help="check the small cases, time nothing")
     options, rest = shared.parse_known_args(arguments)
@@ -112,6 +116,16 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     runners = [
         _Runner(benchmark, with_peers, options.provider, options.graphs, options.draw) for benchmark in benchmarks
     ]
+    if options.share is not None:
+        _call_share(
+            [(r, case) for r in runners for case in (*r.benchmark.small_cases, *cases[r.benchmark.op])], *options.share
+        )
+        return 0
+    if options.jobs > 1:
+        command = [sys.executable, "-m", "bench.run", *(sys.argv[1:] if arguments is None else arguments), "--share"]
+        numbers = range(options.jobs)
+        for process in [subprocess.Popen([*command, str(number), str(options.jobs)]) for number in numbers]:
+            process.wait()
     if options.host:
         return _print_host_times(runners)
     is_red, run = False, results.new_run()
@@ -232,6 +246,17 @@ class _Runner:
             if provider not in self.benchmark.peers and not is_large:
                 raise
             _say(f"{provider}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+
+
+def _call_share(cases: Sequence[tuple[_Runner, Case]], number: int, of: int) -> None:
+    """Calls each provider once on one of so many runs of cases: neighbours share kernels, and no two compile the same.
+
+    What goes wrong is told when the case is timed. Torch's form compiles nothing.
+    """
+    for runner, case in cases[number * len(cases) // of : (number + 1) * len(cases) // of]:
+        for name in runner.providers.keys() - {"torch"}:
+            with contextlib.suppress(Exception):
+                runner.providers[name](runner.benchmark.inputs(case, runner.device))()
 
 
 @triton.jit(do_not_specialize=["size"])

@@ -29,8 +29,8 @@ def sources(folder: Path) -> list[Path]:
 KERNEL_FILES = sources(PACKAGE / "ops") + sources(PACKAGE / "primitives")
 # of which the caller says by prefetch_* that the kernel before does not write it
 READ_EARLY = {"few_rows": "weight", "head_tiles": "weight", "many_rows": "weight", "quantised": "weight"}
+BUNDLES = {"inputs", "lengths", "out", "partial"}  # tuples of pointers that kernels hand on whole
 # kernels that read before they wait what the kernel directly before them, of the same op, never writes
-BUNDLES = {"inputs", "lengths", "out", "partial"}
 READ_BEFORE = {"down": {"weight"}, "merge_shares": {"lengths"}}
 
 

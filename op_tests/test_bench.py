@@ -989,6 +989,32 @@ def test_kernels_are_compiled_for_a_gpu_that_is_not_here(command, tmp_path):
     assert done.stdout == f"{len(kernels)} kernels\n" and len(kernels) > 1
 
 
+def test_cases_are_compiled_side_by_side(monkeypatch):
+    """By processes of the same command line, each of which calls the providers on its run of the cases."""
+    called, commands = [], []
+
+    def prepare(inputs):
+        return lambda: called.append(inputs["size"]) or 1 / (inputs["size"] - 2)
+
+    def start(command):
+        commands.append(command[3:])
+        assert run.main(command[3:], [benchmark]) == 0
+        return types.SimpleNamespace(wait=lambda: None)
+
+    benchmark = Benchmark(
+        path="tree.build_tree", cases=[Case(f"size {size}", {"size": size}) for size in range(5)],
+        small_cases=[Case("small", {"size": 9})], make=lambda device, size: {"size": size}, count_bytes=None,
+        providers={"torch": refuse, "eagle_kernels": prepare}, peers={"absent": refuse},
+    )  # fmt: skip
+    monkeypatch.setattr(run, "subprocess", types.SimpleNamespace(Popen=start))
+    monkeypatch.setattr(run, "_Runner", lambda *_: types.SimpleNamespace(
+        benchmark=benchmark, providers=benchmark.providers, device=None, red=(), check=lambda _: called.append("check"),
+        agreeing=list))  # fmt: skip
+    assert run.main(["--op", benchmark.op, "--check-only", "--jobs", "4"], [benchmark]) == 0
+    assert called == [9, 0, 1, 2, 3, 4, "check"]
+    assert [command[-3:] for command in commands] == [["--share", str(number), "4"] for number in range(4)]
+
+
 def test_checkouts_in_turn(capsys):
     """What a process of a checkout answers, and what is said of times."""
     with in_turn.Checkout(in_turn.Path(in_turn.__file__).parent.parent) as checkout:
