@@ -10,6 +10,7 @@ _FORMULA = "op_tests/engine/test_decoder_formula.py::test_"
 
 _LEARNT = "op_tests/lab/test_train_kinds.py::test_a_text_that_is_learnt_by_heart_is_drafted_whole"
 _KV_TYPES = "op_tests/engine/test_kv_types.py::test_"
+_LATENTS_IN_8 = "op_tests/engine/test_latents_in_8_bits.py::test_"
 
 MUTANTS = [
     bug("Medusa heads that learn one token early", "bench/lab/training/kinds.py",
@@ -36,8 +37,12 @@ MUTANTS = [
         "else min(config.topk, draft.draft_vocab_size - 1)", "else 1",
         _SEVERAL + "each_kind_has_the_trees_that_it_can_draft"),
     bug("keys in 8 bits by the scales of values", ENGINE + "batch/kv_pool.py",
-        '{"k_scale": k, "v_scale": v} for k, v in', '{"k_scale": k, "v_scale": v} for v, k in',
+        'names = ("k_scale", "v_scale")', 'names = ("v_scale", "k_scale")',
         _KV_TYPES + "int8_measures_every_head"),
+    bug("rows of latents in 8 bits by the scales of values", ENGINE + "batch/kv_pool.py",
+        "in zip(*scales)]", "in zip(*scales.flip(0))]", _LATENTS_IN_8 + "rows_have_the_scale_of_keys"),
+    bug("latents in 8 bits that are written as they are", ENGINE + "batch/kv_pool.py",
+        "        options |= pool.scales(layer)\n", "", _LATENTS_IN_8 + "scores_are_those_of_the_rows_in_the_cache"),
     bug("scales for fp8 taken as those for int8", _MODELS + "kv_limits.py",
         'return _LARGEST["int" if algorithm == "INT8" else "float"]', 'return _LARGEST["int"]',
         _KV_TYPES + "scales_of_a_checkpoint"),

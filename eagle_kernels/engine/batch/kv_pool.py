@@ -21,7 +21,8 @@ class KVPool:
 
     Of a model with latents, `latent_cache [L, num_pages, page_size, D]`: k_cache and v_cache are the halves of its
     rows, so that what moves keys and values moves latents.
-    scales: of caches of 8 bits, for keys and values, [2, L, Hkv] or [2, L, 1] fp32; None: they are 1.
+    scales: of caches of 8 bits, for keys and values, [2, L, Hkv] or [2, L, 1] fp32; rows of latents have those of keys.
+        None: they are 1.
     """
 
     def __init__(
@@ -29,8 +30,9 @@ class KVPool:
         scales: Tensor | None = None,
     ):  # fmt: skip
         self.page_size, self.num_layers = page_size, shape.num_layers
-        self._scales = [] if scales is None else [{"k_scale": k, "v_scale": v} for k, v in zip(*scales)]
         self.latent_dim, self.latent_cache = getattr(shape, "latent_dim", None), None
+        names = ("k_scale", "v_scale") if self.latent_dim is None else ("latent_scale",)
+        self._scales = [] if scales is None else [dict(zip(names, of_layer)) for of_layer in zip(*scales)]
         if self.latent_dim is not None:
             self.parts = self.latent_dim, shape.head_dim - self.latent_dim
             size = (shape.num_layers, num_pages, page_size, shape.head_dim)
@@ -43,7 +45,7 @@ class KVPool:
         self.v_cache = torch.zeros(size, dtype=dtype, device=device)
 
     def scales(self, layer: int) -> dict[str, Tensor]:
-        """Returns the ops' arguments k_scale and v_scale for a layer, where it has scales."""
+        """Returns the ops' arguments k_scale and v_scale, or latent_scale, for a layer, where it has scales."""
         return self._scales[layer] if self._scales else {}
 
 
@@ -82,6 +84,7 @@ class _PoolAttend:
         turned = query[..., self._pool.latent_dim :]
         self._write_latents(layer, latent, rope_key, angles, is_interleaved, turned)
         cache = {"latent_cache": self._pool.latent_cache[layer], "latent_dim": self._pool.latent_dim}
+        cache |= self._pool.scales(layer)
         return self._read(query, **cache, sm_scale=sm_scale, block_table=self._block_table, window=None)
 
     def store_latents(
@@ -102,6 +105,7 @@ class _PoolAttend:
         query = None if turned is None else _in_units(turned.flatten(0, 1), pool.parts[1])
         is_view = query is not None and query.data_ptr() == turned.data_ptr()
         options = {"query": query, "out": query if is_view else None, "is_interleaved": is_interleaved}
+        options |= pool.scales(layer)
         made = ops.write_latent_kv(*rows, pool.latent_cache[layer], self._slots, **angles._asdict(), **options)
         if query is not None and not is_view:
             turned.flatten(0, 1).copy_(made)

@@ -2,7 +2,8 @@
 
 A number in the pool is key / scale, with scale = limit / (the most that the type holds), for each layer and head.
 Limits are the target's `kv_limits`, from its checkpoint. Without them fp8 has the scale 1, and int8, which has one step
-for all magnitudes, takes the limits of a pass over random tokens.
+for all magnitudes, takes the limits of a pass over random tokens. A row of latents has one scale, that of keys, and is
+fp8: its latent and the key beside it are of different magnitudes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ def read_cache_dtype(name: str, target: TargetModel) -> torch.dtype:
     """Returns the type of the pool; raises ValueError where the device or the target's own type does not allow it."""
     if name == "auto":
         return target.dtype
-    if getattr(target.kv_shape, "latent_dim", None) is not None:
-        raise ValueError(f"EAGLEInference: kv_cache_dtype must be 'auto' for a cache of latents (MLA), got {name!r}")
+    has_latents = getattr(target.kv_shape, "latent_dim", None) is not None
+    if has_latents and name == "int8":
+        rule = "kv_cache_dtype must be 'auto' or 'fp8' for a cache of latents (MLA)"
+        raise ValueError(f"EAGLEInference: {rule}, got {name!r}")
     if target.dtype == torch.float32:
         rule = f"kv_cache_dtype must be 'auto' for a target in {target.dtype} (dtype='bfloat16' allows others)"
         raise ValueError(f"EAGLEInference: {rule}, got {name!r}")
@@ -34,7 +37,8 @@ def read_cache_dtype(name: str, target: TargetModel) -> torch.dtype:
     known = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
     kinds = [dtype for dtype in known if architectures.has_fp8(target.device, dtype)]
     if not kinds:
-        rule = f"kv_cache_dtype must be 'auto' or 'int8' on {architectures.architecture(target.device)}, without fp8"
+        allowed = "'auto'" if has_latents else "'auto' or 'int8'"
+        rule = f"kv_cache_dtype must be {allowed} on {architectures.architecture(target.device)}, without fp8"
         raise ValueError(f"EAGLEInference: {rule}, got {name!r}")
     return kinds[0]
 

@@ -2,8 +2,8 @@
 
 Scales belong to one 8-bit type, limits to none: a cache of any type divides by limit / (what the type holds). Names are
 those that vLLM reads (vllm/model_executor/model_loader/weight_utils.py, maybe_remap_kv_scale_name): `k_scale` and
-`v_scale` of the attention, of a module in it, or of a projection, `kv_scale` of both, and `output_scale` of the
-projections of keys and values.
+`v_scale` of the attention, of a module in it (latents' is `mla_attn.mla_attn`), or of a projection, `kv_scale` of both,
+and `output_scale` of the projections of keys and values.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ import torch
 from torch import Tensor
 
 from ...runtime.values import shown
-from .protocol import KVShape, ModelError
+from .protocol import KVShape, LatentShape, ModelError
 from .settings import is_off
 
 _logger = logging.getLogger(__name__)
 
 _NAMES = re.compile(
     r"(?:model\.)?layers\.(\d+)\.self_attn\."
-    r"(?:(?:\w+\.)?([kv])_scale|([kv])_proj\.output_scale|(?:\w+\.)?(kv)_scale|(?:\w+\.)?([kv])_zero_point)"
+    r"(?:(?:\w+\.){0,2}([kv])_scale|([kv])_proj\.output_scale|(?:\w+\.)?(kv)_scale|(?:\w+\.)?([kv])_zero_point)"
 )
 _LARGEST = {"float": 448.0, "int": 127.0}  # of float8_e4m3fn and int8
 
 
 def read_kv_limits(
     config: dict[str, Any], exported: dict[str, Any], tensors: dict[str, Any], read: Callable[[str], Tensor],
-    shape: KVShape,
+    shape: KVShape | LatentShape,
 ) -> Tensor | None:  # fmt: skip
     """Returns the largest magnitudes [2, L, Hkv] float64 of keys and values, on the CPU; None: nothing calibrated them.
+    Rows of latents have those of keys, as in vLLM and SGLang.
 
     Takes the scales out of `tensors`, the headers by name. config, exported: the contents of config.json and
     hf_quant_config.json. read: reads a tensor.
@@ -66,10 +67,11 @@ def read_kv_limits(
     return torch.stack(stacked) * largest
 
 
-def _read_numbers(name: str, tensor: Tensor, shape: KVShape, *, is_scale: bool) -> Tensor:
+def _read_numbers(name: str, tensor: Tensor, shape: KVShape | LatentShape, *, is_scale: bool) -> Tensor:
     """Returns a tensor of one number, or of one for each head, as [Hkv] float64."""
     if tensor.numel() not in (1, shape.num_kv_heads):
-        rule = f"have 1 or num_key_value_heads = {shape.num_kv_heads} elements"
+        heads = f"1 or num_key_value_heads = {shape.num_kv_heads} elements"
+        rule = f"have {'1 element, for a row of latents' if hasattr(shape, 'latent_dim') else heads}"
         raise ModelError(f"tensor {name} must {rule}, got shape {shown(tuple(tensor.shape))}")
     value = tensor.double().flatten()
     if is_scale and not bool(((value > 0) & value.isfinite()).all()):
