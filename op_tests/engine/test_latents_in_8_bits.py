@@ -70,7 +70,7 @@ def test_drafts_do_not_change_the_text(name, tmp_path, device):
     """Greedy and sampled, requests that come while others decode and share what they begin with, prompts in parts; each
     against plain decoding by itself, whose prompt is read whole. Drafts' own rows have the weights' type."""
     write_with_modules(tmp_path, 1)
-    write_scales(tmp_path)
+    write_scales(tmp_path, scales=[*SCALES, 0.04])
     target = load_target(tmp_path, device, **HALVES)
     draft = draft_of(name, target, tmp_path, device)
     engine = EAGLEInference(draft, target, config_of(device, **DRAFTERS[name], prefill_chunk=7, max_batch=3))

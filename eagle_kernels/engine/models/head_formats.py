@@ -245,8 +245,9 @@ def tell_other_kind(config: dict[str, Any]) -> str:
 
 
 def our_name(form: HeadFormat, kind: str, name: str) -> str | None:
-    """Returns our name of a draft's tensor; None for one of the target."""
-    if kind == "MTP" and not name.startswith(MODULE_PREFIX):
+    """Returns our name of a draft's tensor; None for one of the target, and for scales of keys and values in 8 bits, as
+    a draft's have the weights' type."""
+    if kind == "MTP" and not name.startswith(MODULE_PREFIX) or name.endswith((".k_scale", ".v_scale")):
         return None
     own = (("layers.0.", "midlayer."),) if kind in _OF_EAGLE3 else ()
     for theirs, ours in (("model.", ""), *form.tensor_names, *own):
