@@ -68,7 +68,7 @@ def draft_of(name: str, target, folder, device):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafts_do_not_change_the_text(name, tmp_path, device):
     """Greedy and sampled, requests that come while others decode and share what they begin with, prompts in parts; each
-    against plain decoding by itself, whose prompt is read whole. Drafts' own rows have the weights' type."""
+    against plain decoding by itself. Drafts' own rows have the weights' type."""
     write_with_modules(tmp_path, 1)
     write_scales(tmp_path, scales=[*SCALES, 0.04])
     target = load_target(tmp_path, device, **HALVES)
@@ -86,7 +86,7 @@ def test_drafts_do_not_change_the_text(name, tmp_path, device):
     assert draft is None or state.draft_pool.k_cache.dtype == torch.float16
     assert sum(request.shared_tokens for request in requests) >= 20
     assert name != "the model itself" or sum(sum(request.accepted) for request in requests) > 40
-    whole = config_of(device, method="naive", share_prefixes=False, max_batch=1)
+    whole = config_of(device, method="naive", share_prefixes=False, prefill_chunk=7, max_batch=1)
     plain = EAGLEInference(None, target, whole)
     for request in requests:
         again = plain.submit(request.prompt, request.params)
