@@ -52,6 +52,8 @@ _FAMILY_TITLES = {
     "tree": "Token trees",
     "verify": "Verification",
 }
+# public functions of a family that are no ops
+_OTHER_FUNCTIONS = {"kv": ("cache_addresses",), "verify": ("verify_tree",)}
 # the parts of the engine's page: where their names are imported from, and the names; (): all public ones
 _ENGINE_PARTS = {
     "The engine": ("eagle_kernels.engine", ()),
@@ -114,7 +116,7 @@ def module_of(stub: Path) -> str:
 
 
 def _family_page(family: str) -> str:
-    names = sorted((*FAMILIES[family], *(("verify_tree",) if family == "verify" else ())))
+    names = sorted((*FAMILIES[family], *_OTHER_FUNCTIONS.get(family, ())))
     names += ["TreeMaskMode"] if family == "tree" else []
     entries = []
     for name in names:

@@ -20,6 +20,7 @@ _HOMES = {
     "EAGLEInference": ".engine:EAGLEInference",
     "SamplingParams": ".engine:SamplingParams",
     "TreeMaskMode": ".ops:TreeMaskMode",
+    "cache_addresses": ".ops:cache_addresses",
     "generate_token_bitmask": ".ops:generate_token_bitmask",
     "raw": ".raw:",
     "reference": ".reference:",

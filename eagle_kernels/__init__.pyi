@@ -15,6 +15,7 @@ from .ops import assign_req_to_token as assign_req_to_token
 from .ops import build_tree as build_tree
 from .ops import build_tree_from_blocks as build_tree_from_blocks
 from .ops import build_tree_from_scores as build_tree_from_scores
+from .ops import cache_addresses as cache_addresses
 from .ops import chain_kv_indices as chain_kv_indices
 from .ops import compute_tree_statistics as compute_tree_statistics
 from .ops import draft_cache_locs as draft_cache_locs
@@ -87,6 +88,7 @@ __all__ = [
     "build_tree",
     "build_tree_from_blocks",
     "build_tree_from_scores",
+    "cache_addresses",
     "chain_kv_indices",
     "compute_tree_statistics",
     "draft_cache_locs",

@@ -170,6 +170,12 @@ LIMITS = {
         [at("seq_lens", 0, to=10), at("seq_lens", 0, to=-1), at("accept_index", 0, 1, to=3),
          at("accept_token_num", 0, to=2), at("block_table", 0, 2, to=5), at("block_table", 0, 2, to=-1)],
     ),
+    "move at addresses": (  # which are no memory, since nothing is accepted
+        "move_accepted_kv",
+        caches(1) | FULL | {"accept_index": INTS([[-1]]), "accept_token_num": INTS([-1]), "num_verify_tokens": 3,
+                            "cache_addresses": INTS([[16, 0], [32, 0]])},
+        [at("cache_addresses", 0, 1, to=8), at("cache_addresses", 1, 1, to=16)],
+    ),
     "accepted": (
         "accepted_cache_locs",
         {"cache_locs": INTS([0, -1, 0]), "seq_lens": INTS([0]), "accept_index": INTS([[0, 2]]),

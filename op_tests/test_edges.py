@@ -474,6 +474,11 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
          | {"block_table": T([[0, 1, 2, 3]]), "seq_lens": T([0]), "accept_index": T([[3, 0]]),
             "accept_token_num": T([1]), "num_verify_tokens": 3},
          {"k_cache": torch.tensor([0.0, 0, 2, 3]).view(1, 4, 1, 1, 1).repeat(1, 1, 1, 1, 16).tolist()}),
+        # addresses below 1 are no caches, and what shows the layout is none of them
+        ({name: torch.arange(4.0).view(1, 4, 1, 1, 1).repeat(1, 1, 1, 1, 16) for name in ("k_cache", "v_cache")}
+         | {"block_table": T([[0, 1, 2, 3]]), "seq_lens": T([0]), "accept_index": T([[0, 2]]),
+            "accept_token_num": T([1]), "num_verify_tokens": 3, "cache_addresses": T([[0, -16], [-(2**63), 0]])},
+         {"k_cache": torch.arange(4.0).view(1, 4, 1, 1, 1).repeat(1, 1, 1, 1, 16).tolist()}),
     ],
     "write_kv": [
         # slots outside the pool; positions outside the tables; NaN as it is

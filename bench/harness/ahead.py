@@ -31,10 +31,14 @@ class Compiler:
             return benchmark.inputs(case, torch.device("cpu"))
 
     def compile(self, benchmark: Benchmark, values: dict) -> None:
-        """Compiles what the op would launch for these arguments, with a plan of attention as well."""
+        """Compiles what the op would launch for these arguments, with a plan of attention or with addresses as well."""
         calls = [values]
         if "planned" in benchmark.providers and not values.get("deterministic"):
             calls.append(values | {"plan": torch.zeros(len(values["seq_lens"]) + 1, dtype=torch.int32)})
+        if "addresses" in benchmark.providers:
+            caches = {name: values[name][:1] for name in benchmark.mutates}
+            addresses = torch.zeros(2, len(values["k_cache"]), dtype=torch.int64)
+            calls.append(values | caches | {"cache_addresses": addresses})
         with target.assume(self.architecture), launch.intercept(self._keep):
             for arguments in calls:
                 benchmark.unplanned(**arguments)

@@ -1,7 +1,7 @@
 """L2, the operators. `eagle_kernels.<op>` is the public function, `eagle_kernels.raw.<op>` the bare launcher.
 
-`verify_tree` is not an op itself but calls one of two; `generate_token_bitmask` runs on the host. Type checkers read
-`__init__.pyi`.
+`verify_tree` is not an op itself but calls one of two; `generate_token_bitmask` and `cache_addresses` run on the host.
+Type checkers read `__init__.pyi`.
 """
 
 from ..runtime.lazy import lazily
@@ -12,6 +12,7 @@ _HOMES = {
     "CommitOutput": ".verify.verify_commit:Output",
     "TreeMaskMode": ".tree.build_tree:TreeMaskMode",
     "VerifyOutput": ".verify.verify_tree_greedy:Output",
+    "cache_addresses": ".cache_table:cache_addresses",
     "generate_token_bitmask": ".token_bitmask:generate_token_bitmask",
     "verify_tree": ".front_door:verify_tree",
     **{name: f".operators:{name}" for name in OPS},

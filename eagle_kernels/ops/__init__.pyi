@@ -66,6 +66,7 @@ from .attention.gqa_decode import gqa_decode as _gqa_decode
 from .attention.plan_attention import plan_attention as _plan_attention
 from .attention.prefill_attention import prefill_attention as _prefill_attention
 from .attention.tree_attention import tree_attention as _tree_attention
+from .cache_table import cache_addresses as cache_addresses
 from .draft.merge_drafts import merge_drafts as _merge_drafts
 from .draft.ngram_match import ngram_match as _ngram_match
 from .draft.reroot_drafts import reroot_drafts as _reroot_drafts
@@ -267,6 +268,7 @@ __all__ = [
     "build_tree",
     "build_tree_from_blocks",
     "build_tree_from_scores",
+    "cache_addresses",
     "chain_kv_indices",
     "compute_tree_statistics",
     "draft_cache_locs",

@@ -4,6 +4,8 @@ import torch
 
 from bench.harness import grid
 from bench.harness.inputs import paged_cache
+from eagle_kernels import cache_addresses
+from eagle_kernels.raw import move_accepted_kv
 
 NUM_NODES = 64
 # the accepted path, root first
@@ -32,6 +34,25 @@ def make(device, batch_size, layers, prefix, num_heads, head_dim):
 def count_bytes(batch_size, layers, prefix, num_heads, head_dim):
     """Keys and values of the moved rows, read and written; the root stays."""
     return 2 * 2 * 2 * layers * batch_size * (len(PATH) - 1) * num_heads * head_dim
+
+
+def prepare_addresses(values):
+    """The layers by a table of their addresses, as servers have them that allocate each by itself."""
+    table = cache_addresses([*values["k_cache"]], [*values["v_cache"]])
+    caches = {name: values[name][:1] for name in ("k_cache", "v_cache")}
+    return lambda: move_accepted_kv(**values | caches, cache_addresses=table)
+
+
+def prepare_layer_by_layer(values):
+    """A call a layer, what such a server does without the table."""
+    pairs = zip(values["k_cache"].split(1), values["v_cache"].split(1))
+    calls = [values | {"k_cache": keys, "v_cache": layer} for keys, layer in pairs]
+
+    def run():
+        for call in calls:
+            move_accepted_kv(**call)
+
+    return run
 
 
 def prepare_torch(values):

@@ -1,5 +1,8 @@
 """Moves the KV rows of accepted nodes to the front of the verified block, in place, in all layers at once.
 
+Layers are those of one pool, or caches anywhere in memory: with a table of their addresses a program finds its cache
+there, and all else is the same.
+
 Computes: For every depth d of the accepted path, the root included, the row at slot seq_len + (accept_index[b, d] - b *
     N) moves to slot seq_len + d, in keys and values of every layer.
 Invariants: Nothing outside a request's slots seq_len..seq_len + W - 1, for W entries of a path, is written. There are
@@ -10,7 +13,7 @@ Invariants: Nothing outside a request's slots seq_len..seq_len + W - 1, for W en
 Grid: (B, 2 * L, column blocks) for B requests and L layers, one program moves one range of columns of the keys or
     values of one layer and request.
 Launches: 1
-Traffic: 2 * L * row bytes * 2 per moved row.
+Traffic: 2 * L * row bytes * 2 per moved row; with addresses 8 bytes more a program.
 """
 
 from __future__ import annotations
@@ -77,15 +80,23 @@ class Shape(NamedTuple):
                        "stride_k_page", "stride_v_layer", "stride_v_page", "stride_block_table_request"]
 )  # fmt: skip
 def _move_accepted_kv_kernel(
-    k_cache_ptr, v_cache_ptr, inputs,
+    k_cache_ptr, v_cache_ptr, cache_addresses_ptr, inputs,
     num_pages, table_width, num_depths, num_verify_tokens, stride_k_layer, stride_k_page, stride_v_layer, stride_v_page,
     stride_block_table_request,
-    SHAPE: tl.constexpr, BLOCK_COLUMN: tl.constexpr, ENABLE_PDL: tl.constexpr,
+    SHAPE: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_COLUMN: tl.constexpr, ENABLE_PDL: tl.constexpr,
 ):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     layer = (tl.program_id(1) // 2).to(tl.int64)
     column = tl.program_id(2) * BLOCK_COLUMN + tl.arange(0, BLOCK_COLUMN)
+    if cache_addresses_ptr is not None:
+        # the strides of layers are 0
+        place = tl.program_id(1) % 2 * (tl.num_programs(1) // 2) + layer
+        address = tl.maximum(tl.load(cache_addresses_ptr + place), 0)
+        num_pages = tl.where(address > 0, num_pages, 0)
+        # what is said of the number itself does not reach the pointer
+        k_cache_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), ALIGNMENT)
+        v_cache_ptr = k_cache_ptr
     path = Path(request, inputs, num_depths, num_verify_tokens)
     table = Table(inputs.block_table + request * stride_block_table_request, table_width, num_pages)
     # two calls rather than a choice of pointers, which would lose what is known about their alignment
@@ -143,7 +154,30 @@ def contract(values: dict) -> None:
     args.tensor("seq_lens", ("B",), check.INTEGER)
     args.tensor("accept_index", ("B", "S + 1"), check.INTEGER)
     args.tensor("accept_token_num", ("B",), check.INTEGER)
+    if args.tensor("cache_addresses", (2, "C"), (torch.int64,), optional=True) is not None:
+        if args.size("L") != 1:
+            args.fail("k_cache", "have one layer beside cache_addresses", list(values["k_cache"].shape))
+        if isinstance(values, check.OfReference) and args.device.type != "cpu":
+            args.fail("cache_addresses", "be None for the reference, which reads those of the CPU alone", args.device)
+        _debug_addresses(args)
     _debug_values(args)
+
+
+def _debug_addresses(args: check.Arguments) -> None:
+    """Checks with EAGLE_KERNELS_DEBUG=1 that addresses are as aligned as the kernel takes them for, and occur once."""
+    addresses = args.values["cache_addresses"]
+    if not check.can_read(addresses):
+        return
+    step = _alignment(args.values["k_cache"], args.values["v_cache"])
+    args.debug("cache_addresses", f"be multiples of {step}, like those of the caches", lambda: addresses % step == 0)
+    flat = addresses.flatten()
+    is_again = (flat[:, None] == flat).tril(-1).any(1) & (flat > 0)
+    args.debug("cache_addresses", "name no cache twice", lambda: ~is_again.view(addresses.shape))
+
+
+def _alignment(k_cache: torch.Tensor, v_cache: torch.Tensor) -> int:
+    """Returns what the compiler is told of addresses, 16 or 1: no more than plans of launches compare."""
+    return 1 if (k_cache.data_ptr() | v_cache.data_ptr()) % 16 else 16
 
 
 def _debug_values(args: check.Arguments) -> None:
@@ -184,10 +218,16 @@ def move_accepted_kv(
     accept_token_num: torch.Tensor,
     *,
     num_verify_tokens: int,
+    cache_addresses: torch.Tensor | None = None,
 ) -> None:
     """Moves the cached keys and values of accepted nodes so that each path is contiguous, in place, in all layers.
 
     Node i of a request is at slot seq_len + i; slot t is on the request's page t // page_size.
+
+    Caches of layers that are no one tensor move in one launch too, by a table of their addresses. It is made once, by
+    `eagle_kernels.cache_addresses`, before CUDA graphs are captured, and keeps no cache alive: the caller does, for as
+    long as calls and graphs use it. Layers with other shapes, strides, dtypes or pages have a table and a call of their
+    own.
 
     Args:
         k_cache, v_cache: [L, num_pages, page_size, Hkv, D] fp16, bf16, fp32, fp8 (float8_e4m3fn, float8_e5m2 or their
@@ -199,6 +239,10 @@ def move_accepted_kv(
         accept_token_num: [B] int. Accepted drafts, without the root and the bonus: one more entry is moved. Negative
             for a dead request.
         num_verify_tokens: N, nodes of a tree, at least 1.
+        cache_addresses: [2, C] int64 on the caches' device. Addresses of the keys, then of the values, of C caches of
+            the shape, strides, dtype and alignment of k_cache and v_cache, which then have L = 1 and move if they are
+            in the table. Below 1: no cache. A wrong address writes into foreign memory, and torch.compile sees only
+            k_cache and v_cache change.
 
     Returns:
         None. The rows of a path's entry d are copied bit for bit to slot seq_len + d, one entry after another. Entries
@@ -208,8 +252,8 @@ def move_accepted_kv(
     Raises:
         ValueError, TypeError: an argument breaks a rule above.
         EAGLE_KERNELS_DEBUG=1 also refuses an accept_token_num of W or more, accepted nodes outside the request's tree
-        or its slots, pages outside the pool, and negative seq_lens. Rows that are -1 throughout and requests without a
-        prefix may pad the batch.
+        or its slots, pages outside the pool, negative seq_lens, and addresses that are not aligned as the caches are or
+        occur twice. Rows that are -1 throughout and requests without a prefix may pad the batch.
 
     Source:
         SGLang's move_accept_tokens_to_target_kvcache, which moves by lists of slots.
@@ -235,15 +279,19 @@ def move_accepted_kv(
     row_bytes = num_heads * head_dim * k_cache.element_size()
     tuned = dict(tuning.row(TUNING, k_cache.device))
     block_column = min(next_power_of_2(row_bytes), tuned.pop("block_bytes"))
+    alignment = 1
+    if cache_addresses is not None:
+        num_layers, alignment = cache_addresses.shape[1], _alignment(k_cache, v_cache)
     launch(
         "move_accepted_kv", _move_accepted_kv_kernel,
         (block_table.shape[0], 2 * num_layers, -(-row_bytes // block_column)),
         k_cache_ptr=k_cache.view(torch.uint8), v_cache_ptr=v_cache.view(torch.uint8),
+        cache_addresses_ptr=cache_addresses,
         inputs=Inputs(block_table, seq_lens, accept_index, accept_token_num), num_pages=num_pages,
         table_width=block_table.shape[1], num_depths=accept_index.shape[1], num_verify_tokens=num_verify_tokens,
         stride_k_layer=strides[0] // head_dim, stride_k_page=strides[1] // head_dim,
         stride_v_layer=strides[2] // head_dim, stride_v_page=strides[3] // head_dim,
         stride_block_table_request=block_table.stride(0),
         SHAPE=Shape(page_size, stride_token, stride_head, num_heads, head_dim * k_cache.element_size()),
-        BLOCK_COLUMN=block_column, **tuned,
+        ALIGNMENT=alignment, BLOCK_COLUMN=block_column, **tuned,
     )  # fmt: skip
