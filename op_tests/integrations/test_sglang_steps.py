@@ -1,6 +1,7 @@
 """Drafting, verification and KV moves of the SGLang plug-in on made batches, beside what SGLang's functions compute."""
 
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -446,6 +447,47 @@ def test_accepted_paths_move_to_the_front(device):
         0: 0, first: first, first + 1: first + 2, first + 2: first + 5, 100 + NODES: 100 + NODES, third: third,
         third + 1: third + 1, third + 2: third + 3, third + 3: third + 7, third + 4: third + 9,
     }  # fmt: skip
+
+
+class MLATokenToKVPool:
+    """SGLang's pool of latents: its buffers, and how it moves rows."""
+
+    def __init__(self, num_layers: int, device):
+        self.size, self.native_moves = (num_layers, 60, 1, 48), 0
+        self.create(device)
+
+    def create(self, device) -> None:
+        self.kv_buffer = [torch.rand(self.size[1:], device=device) for _ in range(self.size[0])]
+
+    def move_kv_cache(self, target, source):
+        self.native_moves += 1
+        for kv_cache in self.kv_buffer:
+            kv_cache[target] = kv_cache[source]
+
+
+class DSATokenToKVPool(MLATokenToKVPool):
+    """Keeps keys of an index beside latents."""
+
+
+def test_latents_of_all_layers_move_in_one_launch(device, backend):
+    """As the pool itself moves them, also after it was emptied and has other buffers."""
+    table = torch.randperm(59)[: BATCH * NODES].to(device) + 1
+    paths = torch.full((BATCH, 5), -1, dtype=torch.int32)
+    for request, nodes in enumerate([[0, 2, 5], [0], [0, 1, 3, 4, 9]]):
+        paths[request, : len(nodes)] = torch.tensor(nodes) + request * NODES
+    batch = SimpleNamespace(out_cache_loc=table, seq_lens=torch.full((BATCH,), 7, device=device))
+    given = batch, paths.to(device), torch.tensor([2, 0, 4], dtype=torch.int32, device=device)
+    pool, derived = MLATokenToKVPool(3, device), DSATokenToKVPool(3, device)
+    for _ in range(2):
+        derived.kv_buffer = [buffer.clone() for buffer in pool.kv_buffer]
+        for each in (pool, derived):
+            cache_locs.move_accept_tokens_to_target_kvcache(None, *given, SimpleNamespace(get_kvcache=lambda: each))  # noqa: B023
+        assert all(map(torch.equal, pool.kv_buffer, derived.kv_buffer))
+        freed = [weakref.ref(each) for each in pool.kv_buffer]
+        pool.kv_buffer = []
+        assert not any(each() is not None for each in freed), "the table keeps buffers alive"
+        pool.create(device)
+    assert (pool.native_moves, derived.native_moves) == (0, 2)
 
 
 def test_slots_of_trees(device):

@@ -10,7 +10,7 @@ import torch
 
 from eagle_kernels.integrations.vllm.trees import TreeShape
 from op_tests.integrations import vllm_stub as stub
-from op_tests.integrations.vllm_tree_server import Worker
+from op_tests.integrations.vllm_tree_server import PAGE, Worker
 
 SHAPES = [TreeShape(4, 3, 8), TreeShape(1, 3, 4), TreeShape(3, 2, 12), TreeShape(8, 1, 6)]
 
@@ -80,6 +80,55 @@ def test_runs_without_requests_keep_no_trees(device):
     for name in ("trees", "prefill_cudagraph_manager", "decode_cudagraph_manager", "kv_cache_config", "block_tables"):
         setattr(speculator, name, None)
     assert worker.dummy(3, skip_attn_for_dummy_run=True, is_profile=True).shape == (3, 7)
+
+
+def test_what_moves_in_one_launch(monkeypatch, device, backend):
+    """Layers of one layout and block table; a cache that layers of a group share once, one of two groups in each."""
+    drafting = importlib.import_module("eagle_kernels.integrations.vllm.tree_drafting")
+    pages, batch, nodes = 9, 2, 8
+    cache = lambda heads, size: torch.rand(pages, heads, PAGE, 2 * size, device=device)  # noqa: E731
+    caches = {name: cache(2, 16) for name in ("a", "b", "draft")} | {"wide": cache(2, 24)}
+    caches |= {"latents": torch.rand(pages, PAGE, 48, device=device)}
+    caches |= {"shared": caches["a"], "of another group": caches["a"]}
+    layers = {name: SimpleNamespace(kv_cache=kv_cache, head_size=16) for name, kv_cache in caches.items()}
+    layers["wide"].head_size, layers["latents"].kv_lora_rank = 24, 32
+    groups = [["a", "b", "shared", "wide", "latents", "draft"], ["of another group"]]
+    tables = torch.tensor([[[1, 2], [4, 5]], [[6, 3], [8, 7]]], dtype=torch.int32, device=device)
+    speculator = object.__new__(drafting.TreeDrafts)
+    vars(speculator).update(
+        vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=names) for names in groups]),
+        block_tables=SimpleNamespace(input_block_tables=tables), beam_caches={"draft": ()}, moves=None,
+        target_input_buffers=SimpleNamespace(
+            seq_lens=torch.tensor([13 + nodes, 5 + nodes, 0], device=device),
+            query_start_loc=nodes * torch.arange(4, device=device),
+        ),
+        trees=SimpleNamespace(
+            accept_index=torch.tensor([[0, 2, 5], [8, 14, 15]], device=device),
+            num_accepted=torch.tensor([2, 1], device=device),
+        ),
+        shape=TreeShape(2, 2, nodes),
+    )  # fmt: skip
+    wanted = {name: kv_cache.clone() for name, kv_cache in caches.items()}
+    wanted["of another group"] = wanted["shared"] = wanted["a"]
+    for name in ("a", "b", "wide", "latents", "of another group"):
+        rows = wanted[name] if name == "latents" else wanted[name].transpose(1, 2)
+        for request, before, path in ((0, 13, [0, 2, 5]), (1, 5, [0, 6])):
+            for depth, node in enumerate(path):
+                source, target = (
+                    (int(tables[int(name == "of another group"), request, slot // PAGE]), slot % PAGE)
+                    for slot in (before + node, before + depth)
+                )
+                rows[target] = rows[source]
+    calls, move = [], drafting.move_accepted_kv
+    monkeypatch.setattr(
+        drafting, "move_accepted_kv", lambda *given, **more: (calls.append(given), move(*given, **more))
+    )
+    speculator._move(batch)
+    assert len(calls) == 4 and all(torch.equal(caches[name], wanted[name]) for name in caches)
+    found = speculator.moves
+    speculator._move(batch)
+    assert speculator.moves is found and len(calls) == 8
 
 
 def test_trees_and_rows_are_checked(monkeypatch, device):

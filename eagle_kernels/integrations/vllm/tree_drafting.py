@@ -7,9 +7,11 @@ that of later passes all levels, and the trees that are made of their candidates
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from ...ops import build_tree_from_scores, move_accepted_kv, select_top_k_tokens
+from ...ops import build_tree_from_scores, cache_addresses, move_accepted_kv, select_top_k_tokens
 from ...ops.tree.select_top_k_tokens import Output as Beams
 from .grammars import parents_of
 from .parts import SWITCHES, TREES
@@ -27,6 +29,22 @@ def _kept(layer) -> list[tuple[int, ...]]:
     if not (hasattr(layer, "W_UK_T") and hasattr(layer, "W_UV")):
         raise RuntimeError("eagle_kernels: trees of drafts need weights of latents in 16 bit, not AITER's")
     return [(layer.head_size,)]
+
+
+def _halves(layer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a layer's cached keys and values, [num_pages, page_size, Hkv, D]; of latents the halves of each row."""
+    if _has_latents(layer):
+        return layer.kv_cache.unflatten(-1, (2, -1)).split(1, dim=-2)
+    return layer.kv_cache.transpose(1, 2).split(layer.head_size, dim=-1)
+
+
+class Move(NamedTuple):
+    """The caches that move in one launch: of one layout, in the pages of one block table."""
+
+    group: int  # of vLLM's, whose block table it is
+    keys: torch.Tensor  # [1, num_pages, page_size, Hkv, D], of one of the layers
+    values: torch.Tensor
+    addresses: torch.Tensor  # of all of them, which vLLM's layers keep
 
 
 class TreeDrafts:
@@ -54,6 +72,7 @@ class TreeDrafts:
         self.drafted = make(3 + shape.num_words, size, shape.num_nodes)  # as `Trees.state`
         self.trees = None  # while vLLM measures how much memory is left
         self.beam_caches: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}  # `Level.keys, values`, by layer
+        self.moves: list[Move] | None = None  # until it is known where caches are
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
         super().init_cudagraph_manager(cudagraph_mode)
@@ -65,7 +84,7 @@ class TreeDrafts:
     def set_attn(self, model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups) -> None:
         """Connects the trees with what reads them: the layers, and what makes their metadata."""
         super().set_attn(model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups)
-        self.trees = model_state.eagle_kernels_trees
+        self.trees, self.moves = model_state.eagle_kernels_trees, None
         for group in (group for groups in target_attn_groups for group in groups):
             for builder in group.metadata_builders:
                 builder.trees = self.trees
@@ -91,6 +110,7 @@ class TreeDrafts:
 
     def capture(self) -> None:
         self.trees.forget()
+        self.moves = self._find_moves()  # graphs cannot hold what copies addresses to the device
         super().capture()
 
     def propose(self, input_batch, *arguments, **options) -> torch.Tensor:
@@ -126,6 +146,22 @@ class TreeDrafts:
         self.draft_tokens[:num_reqs, 0] = beams.tokens[:, 0]
         self.input_buffers.positions[:num_reqs] = positions
 
+    def _find_moves(self) -> list[Move]:
+        """Returns what has to move of the target's layers."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        found: dict[tuple, dict] = {}  # by layout; in each, keys and values by the address of their cache
+        for number, group in enumerate(self.kv_cache_config.kv_cache_groups):
+            for name in (name for name in group.layer_names if name not in self.beam_caches):
+                keys, values = _halves(layers[name])
+                alike = found.setdefault((number, keys.dtype, keys.shape, keys.stride()), {})
+                # layers may share a cache, in which a second move would take what the first has overwritten
+                alike[keys.data_ptr()] = keys, values
+        moves = []
+        for (number, *_), caches in found.items():
+            keys, values = zip(*caches.values())
+            moves.append(Move(number, keys[0][None], values[0][None], cache_addresses(keys, values)))
+        return moves
+
     def _move(self, size: int) -> None:
         """Moves keys and values of accepted paths to the slots after what was there before, in the target's layers.
 
@@ -133,20 +169,13 @@ class TreeDrafts:
         """
         target, trees = self.target_input_buffers, self.trees
         before = target.seq_lens[:size] - target.query_start_loc[: size + 1].diff()
-        tables, seen = self._tables(size), set()
-        for name, layer in self._layers().items():
-            cache = layer.kv_cache
-            # layers may share a cache, in which a second move would take what the first has overwritten
-            if name in self.beam_caches or cache.data_ptr() in seen:
-                continue
-            seen.add(cache.data_ptr())
-            if _has_latents(layer):  # rows move by halves
-                keys, values = cache.unflatten(-1, (2, -1)).split(1, dim=-2)
-            else:
-                keys, values = cache.transpose(1, 2).split(layer.head_size, dim=-1)
+        if self.moves is None:
+            self.moves = self._find_moves()
+        for move in self.moves:
             move_accepted_kv(
-                keys[None], values[None], tables[name], before, trees.accept_index[:size], trees.num_accepted[:size],
-                num_verify_tokens=self.shape.num_nodes,
+                move.keys, move.values, self.block_tables.input_block_tables[move.group][:size], before,
+                trees.accept_index[:size], trees.num_accepted[:size], num_verify_tokens=self.shape.num_nodes,
+                cache_addresses=move.addresses,
             )  # fmt: skip
 
     def _bring_to_front(self, size: int, num_rows: int) -> None:
