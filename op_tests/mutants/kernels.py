@@ -12,6 +12,7 @@ _ENTRIES = "op_tests/test_debug_law.py::test_entries_that_are_refused_are_those_
 _HOSTILE = "op_tests/test_hostile_calls.py::"
 _RANDOM = "op_tests/test_random_verification.py::test_random_calls"
 _LAYOUTS = "op_tests/test_pool_layouts.py::"
+_MOVES = of("move_accepted_kv", "test_caches_at_addresses_move_as_a_pool_does")
 _HEAD = "op_tests/ops/tree/test_select_from_head.py::"
 _LIMITS = "op_tests/test_debug_mode.py::test_limits_pass_and_one_step_further_fails"
 
@@ -43,6 +44,17 @@ MUTANTS = [
     bug("heads that lie together are moved as one whatever lies between slots", KV + "move_accepted_kv.py",
         " for stride in (*strides, stride_token * head_dim))", " for stride in strides)",
         _LAYOUTS + "test_some_of_the_heads_move_in_place"),
+    bug("the last of the caches at addresses left out", KV + "move_accepted_kv.py",
+        "cache_addresses.shape[1], _align", "cache_addresses.shape[1] - 1, _align", *_MOVES),
+    bug("keys at addresses for values", KV + "move_accepted_kv.py",
+        "place = tl.program_id(1) % 2 * (tl.num_programs(1) // 2) + layer", "place = layer", *_MOVES),
+    bug("paths that move in the pages of another request", KV + "move_accepted_kv.py",
+        "inputs.block_table + request * stride_block_table_request", "inputs.block_table", *_MOVES),
+    bug("values at addresses as aligned as keys", KV + "move_accepted_kv.py",
+        "(k_cache.data_ptr() | v_cache.data_ptr()) % 16", "k_cache.data_ptr() % 16", *_MOVES),
+    bug("caches listed in the order of layers", "eagle_kernels/ops/cache_table.py",
+        "for caches in sides.values()]", "for caches in zip(*sides.values())]",
+        "op_tests/ops/test_cache_table.py::test_addresses_of_keys_then_of_values"),
     bug("a head written next to the one before", KV + "write_kv.py",
         "page * stride_v_page + row_in_page + head * SHAPE.STRIDE_HEAD", "page * stride_v_page + row_in_page + head",
         "op_tests/test_strides.py::test_strides_of_pools_do_not_matter[kv.write_kv]"),
