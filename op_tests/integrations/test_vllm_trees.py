@@ -131,6 +131,22 @@ def test_what_moves_in_one_launch(monkeypatch, device, backend):
     assert speculator.moves is found and len(calls) == 8
 
 
+def test_addresses_are_known_before_graphs_are_captured(monkeypatch, device):
+    """And found anew where vLLM allocates caches anew."""
+    worker, found = Worker(SHAPES[0], device), []
+    speculator = worker.speculator
+    above = importlib.import_module("vllm.v1.worker.gpu.spec_decode.autoregressive.speculator").AutoRegressiveSpeculator
+    monkeypatch.setattr(above, "capture", lambda self: found.extend(self.moves), raising=False)
+    speculator.capture()
+    places = [worker.layers[f"target.{number}"].kv_cache.data_ptr() for number in range(2)]
+    assert len(found) == 1 and found[0].addresses[0].tolist() == places and speculator.moves == found
+    groups = [[SimpleNamespace(metadata_builders=[worker.builder])]]
+    speculator.set_attn(
+        worker.model_state, speculator.kv_cache_config, speculator.block_tables, speculator.target_input_buffers, groups
+    )
+    assert speculator.moves is None
+
+
 def test_trees_and_rows_are_checked(monkeypatch, device):
     """With EAGLE_KERNELS_DEBUG=1."""
     worker = Worker(SHAPES[0], device)

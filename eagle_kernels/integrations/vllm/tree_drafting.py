@@ -148,7 +148,7 @@ class TreeDrafts:
 
     def _find_moves(self) -> list[Move]:
         """Returns what has to move of the target's layers."""
-        layers = self.vllm_config.compilation_config.static_forward_context
+        layers = self._layers()
         found: dict[tuple, dict] = {}  # by layout; in each, keys and values by the address of their cache
         for number, group in enumerate(self.kv_cache_config.kv_cache_groups):
             for name in (name for name in group.layer_names if name not in self.beam_caches):

@@ -1,5 +1,6 @@
 """move_accepted_kv against its reference: ragged paths, overlapping moves, every dtype, and nothing else moved."""
 
+import functools
 import itertools
 
 import pytest
@@ -240,6 +241,20 @@ def test_caches_that_do_not_begin_at_multiples_of_16_bytes(device, backend):
     eagle_kernels.move_accepted_kv(**in_one_launch(values, *sides))
     assert torch.equal(as_bits(torch.stack(sides[0])), as_bits(values["k_cache"]))
     assert torch.equal(as_bits(torch.stack(sides[1])), as_bits(values["v_cache"]))
+
+
+def test_pages_at_addresses_that_are_2_to_the_31_rows_apart(device, backend):
+    """Memory of which little is ever touched."""
+    stride = 4 * (2**31 + 8)
+    memory = torch.empty(stride + 64, dtype=torch.uint8, device=device)
+    caches = [memory.as_strided((2, 1, 1, 4), (stride, 4, 4, 1), 16 * at) for at in range(4)]
+    for number, cache in enumerate(caches):
+        cache[0], cache[1] = 0, number + 1
+    ints = functools.partial(torch.tensor, device=device)
+    given = {"block_table": ints([[0, 1]]), "seq_lens": ints([0]), "accept_index": ints([[1]])}
+    values = given | {"accept_token_num": ints([0]), "num_verify_tokens": 2}
+    eagle_kernels.move_accepted_kv(**in_one_launch(values, caches[:2], caches[2:]))
+    assert [cache.flatten().tolist() for cache in caches] == [[number] * 8 for number in range(1, 5)]
 
 
 @pytest.mark.gpu
