@@ -239,10 +239,10 @@ def move_accepted_kv(
         accept_token_num: [B] int. Accepted drafts, without the root and the bonus: one more entry is moved. Negative
             for a dead request.
         num_verify_tokens: N, nodes of a tree, at least 1.
-        cache_addresses: [2, C] int64 on the caches' device. Addresses of the keys, then of the values, of C caches of
-            the shape, strides, dtype and alignment of k_cache and v_cache, which then have L = 1 and move if they are
-            in the table. Below 1: no cache. A wrong address writes into foreign memory, and torch.compile sees only
-            k_cache and v_cache change.
+        cache_addresses: [2, C] int64. Addresses of the keys, then of the values, of C caches, each once, of the shape,
+            strides, dtype and alignment of k_cache and v_cache; these then have L = 1, and move if they are among them.
+            Below 1: no cache. A wrong address writes into foreign memory. torch.compile sees k_cache and v_cache alone
+            change.
 
     Returns:
         None. The rows of a path's entry d are copied bit for bit to slot seq_len + d, one entry after another. Entries

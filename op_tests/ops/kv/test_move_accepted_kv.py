@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.ops.kv.move_accepted_kv import contract
 from eagle_kernels.reference.ops.kv.move_accepted_kv import move_accepted_kv as one_by_one
+from eagle_kernels.runtime import check
 from op_tests.harness import check_operation, sweep
 from op_tests.harness.graphs import replay_in_graph
 from op_tests.harness.operation import as_bits
@@ -241,6 +243,17 @@ def test_caches_that_do_not_begin_at_multiples_of_16_bytes(device, backend):
     eagle_kernels.move_accepted_kv(**in_one_launch(values, *sides))
     assert torch.equal(as_bits(torch.stack(sides[0])), as_bits(values["k_cache"]))
     assert torch.equal(as_bits(torch.stack(sides[1])), as_bits(values["v_cache"]))
+
+
+def test_the_reference_reads_no_addresses_of_other_devices():
+    values = {
+        name: value.to("meta") if isinstance(value, torch.Tensor) else value
+        for name, value in make(1, 4, 1, 16, torch.float16, 8, 3, [5]).items()
+    }
+    values["cache_addresses"] = torch.zeros(2, 1, dtype=torch.int64, device="meta")
+    assert contract(values) is None
+    with pytest.raises(ValueError, match="cache_addresses must be None for the reference, .*, got meta"):
+        contract(check.OfReference(values))
 
 
 def test_pages_at_addresses_that_are_2_to_the_31_rows_apart(device, backend):
