@@ -42,9 +42,8 @@ class Move(NamedTuple):
     """The caches that move in one launch: of one layout, in the pages of one block table."""
 
     group: int  # of vLLM's, whose block table it is
-    keys: torch.Tensor  # [1, num_pages, page_size, Hkv, D], of one of the layers
-    values: torch.Tensor
-    addresses: torch.Tensor  # of all of them, which vLLM's layers keep
+    layer: torch.nn.Module  # one of those that keep the caches
+    addresses: torch.Tensor  # of all of them
 
 
 class TreeDrafts:
@@ -147,20 +146,19 @@ class TreeDrafts:
         self.input_buffers.positions[:num_reqs] = positions
 
     def _find_moves(self) -> list[Move]:
-        """Returns what has to move of the target's layers."""
+        """Returns what moves of the target's layers, a launch each."""
         layers = self._layers()
-        found: dict[tuple, dict] = {}  # by layout; in each, keys and values by the address of their cache
+        found: dict[tuple, dict] = {}  # by layout; in each, layers by the address of their cache
         for number, group in enumerate(self.kv_cache_config.kv_cache_groups):
             for name in (name for name in group.layer_names if name not in self.beam_caches):
-                keys, values = _halves(layers[name])
-                alike = found.setdefault((number, keys.dtype, keys.shape, keys.stride()), {})
+                keys, _ = _halves(layers[name])
+                layout = number, keys.dtype, keys.shape, keys.stride(), keys.data_ptr() % 16
                 # layers may share a cache, in which a second move would take what the first has overwritten
-                alike[keys.data_ptr()] = keys, values
-        moves = []
-        for (number, *_), caches in found.items():
-            keys, values = zip(*caches.values())
-            moves.append(Move(number, keys[0][None], values[0][None], cache_addresses(keys, values)))
-        return moves
+                found.setdefault(layout, {})[keys.data_ptr()] = layers[name]
+        return [
+            Move(number, next(iter(alike.values())), cache_addresses(*zip(*map(_halves, alike.values()))))
+            for (number, *_), alike in found.items()
+        ]
 
     def _move(self, size: int) -> None:
         """Moves keys and values of accepted paths to the slots after what was there before, in the target's layers.
@@ -172,8 +170,9 @@ class TreeDrafts:
         if self.moves is None:
             self.moves = self._find_moves()
         for move in self.moves:
+            keys, values = _halves(move.layer)
             move_accepted_kv(
-                move.keys, move.values, self.block_tables.input_block_tables[move.group][:size], before,
+                keys[None], values[None], self.block_tables.input_block_tables[move.group][:size], before,
                 trees.accept_index[:size], trees.num_accepted[:size], num_verify_tokens=self.shape.num_nodes,
                 cache_addresses=move.addresses,
             )  # fmt: skip
