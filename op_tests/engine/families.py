@@ -1,5 +1,8 @@
 """Models of transformers, of every family, rotary scaling, bias and window, written to folders."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -26,6 +29,17 @@ LATENT = {
     "num_experts_per_tok": 3, "n_shared_experts": 2, "first_k_dense_replace": 1,
 }  # fmt: skip
 GROUPS = {"n_group": 3, "topk_group": 2}
+# what Kimi-K2's config.json has, in the words of the transformers of its time, and what these mean
+OF_KIMI = {"model_type": "kimi_k2", "rope_parameters": None, "rope_theta": 3000.0, "rope_scaling": {
+    "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "beta_fast": 1.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}}  # fmt: skip
+KIMI = LATENT | {
+    "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 2.827,
+    "rope_parameters": {"rope_type": "yarn"} | THETA | {
+        name: value for name, value in OF_KIMI["rope_scaling"].items() if name != "type"
+    },
+}  # fmt: skip
 GLM_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "use_qk_norm": True}
 CASES = {
     "llama": ("Llama", {}),
@@ -81,6 +95,7 @@ CASES = {
     }),
     "deepseek_v2 dense": ("DeepseekV2", LATENT | {"first_k_dense_replace": 9, "rope_parameters": YARN}),
     "deepseek_v3": ("DeepseekV3", LATENT | GROUPS),
+    "kimi_k2": ("DeepseekV3", KIMI | {"written": OF_KIMI}),
     "deepseek_v3 yarn, mscale": ("DeepseekV3", LATENT | GROUPS | {
         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}, "attention_bias": True,
         "norm_topk_prob": False,
@@ -95,9 +110,11 @@ CASES = {
 
 
 def write_target(family: str, changes: dict, folder) -> torch.nn.Module:
-    """A random model of transformers, which has written itself to `folder`."""
+    """A random model of transformers, which has written itself to `folder`; `written` of the changes: keys of its
+    config.json alone."""
     torch.manual_seed(0)
     changes = dict(changes)
+    written = changes.pop("written", {})
     if "layer_types" in changes:
         changes["num_hidden_layers"] = len(changes["layer_types"])
     config = getattr(transformers, family + "Config")(**SIZES | changes)
@@ -110,4 +127,6 @@ def write_target(family: str, changes: dict, folder) -> torch.nn.Module:
             elif name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.1 if "correction" in name else 0.5)
     model.save_pretrained(folder)
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | written))
     return model

@@ -101,7 +101,7 @@ FAMILIES = {
         feed_forward=DeepseekExperts, keys={"qkv_bias": "attention_bias", "has_qk_norms": "use_qk_norm"}, defaults=_GLM
     ),
     "deepseek_v2": Family(LatentQuery, DeepseekV2Experts, {"mlp_bias": "mlp_bias"}, defaults=_DEEPSEEK_V2),
-    "deepseek_v3": Family(LatentQuery, DeepseekExperts, defaults=_DEEPSEEK_V3),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2"), Family(LatentQuery, DeepseekExperts, defaults=_DEEPSEEK_V3)),
 }  # fmt: skip
 
 # Keys of models of other families, which the tensors do not tell. What they turn on or multiply by is not implemented.

@@ -90,6 +90,8 @@ def load_target(
                 known = f"only {', '.join(FAMILIES)}"
                 raise ModelError(f"quantize must be None for a model of transformers ({known}), got {shown(quantize)}")
             return _load_through_transformers(folder, content, checkpoint, device, dtype, check_weights)
+        if not is_off(content.get("auto_map")):
+            _logger.info("%s: our own decoder reads it, the code that auto_map names is not run", folder)
         # the modules are a draft, see `load_draft`
         checkpoint.rename(lambda name: None if name.startswith(head_formats.MODULE_PREFIX) else name)
         if "embed_tokens.weight" in checkpoint.tensors:  # of a model that was saved without its output

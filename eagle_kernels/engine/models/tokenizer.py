@@ -19,7 +19,7 @@ from .checkpoint import brief, check_file_size, naming, read_config, read_folder
 from .detokenizer import Chain, ChainDetokenizer, WindowDetokenizer, join_bytes
 from .end_tokens import read_eos_token_ids
 from .protocol import ModelError
-from .settings import read_value
+from .settings import is_off, read_value
 
 
 class Detokenizer(Protocol):
@@ -195,7 +195,12 @@ def load_tokenizer(folder: str | Path, num_ids: int = 0) -> Tokenizer:
         return ByteTokenizer(num_ids, FolderChat(folder))
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(f"{brief(str(folder), 250)} holds no tokenizer.json, and its config names no ByteTokenizer")
+        with naming(folder):
+            has_code = not is_off(read_json(folder / "tokenizer_config.json", is_optional=True).get("auto_map"))
+        way = "pass token ids, or as tokenizer what AutoTokenizer.from_pretrained(.., trust_remote_code=True) returns"
+        own = f"the code that its auto_map names is not run: {way}"
+        fault = own if has_code else "its config names no ByteTokenizer"
+        raise ModelError(f"{brief(str(folder), 250)} holds no tokenizer.json, and {fault}")
     with naming(folder):
         check_file_size(path)
     try:
@@ -276,7 +281,8 @@ def check_same_vocabulary(folder: str | Path, other: str | Path) -> bool:
     return True
 
 
-_OLD_FILES = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")  # of tokenizers without a tokenizer.json
+# of tokenizers without a tokenizer.json
+_OLD_FILES = ("tokenizer.model", "tiktoken.model", "vocab.json", "tekken.json", "vocab.txt")
 
 
 def _is_same_file(name: str, *folders: Path) -> bool:
