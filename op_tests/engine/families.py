@@ -100,6 +100,11 @@ CASES = {
         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}, "attention_bias": True,
         "norm_topk_prob": False,
     }),
+    "glm": ("Glm", {"attention_bias": False, "tie_word_embeddings": True}),
+    "glm4": ("Glm4", {}),
+    "glm4, a quarter turns": ("Glm4", {"attention_bias": False, "rope_parameters": YARN | {
+        "partial_rotary_factor": 0.25,
+    }}),
     "glm moe": ("Glm4Moe", GLM_EXPERTS | {"attention_bias": True, "routed_scaling_factor": 2.5}),
     "glm moe, groups, a quarter turns": ("Glm4Moe", GLM_EXPERTS | GROUPS | {
         "use_qk_norm": False, "n_shared_experts": 2, "norm_topk_prob": False, "first_k_dense_replace": 0,

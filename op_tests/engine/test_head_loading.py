@@ -210,6 +210,8 @@ FAMILIES = [  # (what the file says, the refusal)
     ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "qwen3_moe", "num_experts": 128}, None),
     ({"architectures": ["Qwen3ForCausalLMEagle3"], "model_type": "deepseek_v3"}, None),
     ({"architectures": ["Eagle3DraftModel"], "model_type": "speculator_model"}, None),
+    ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "glm4"}, None),
+    ({"architectures": [], "model_type": "glm4"}, "model_type='glm4' is not implemented for heads"),
     ({"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}, "model_type='phi3' is not implemented"),
     ({"architectures": ["Qwen3MoEForCausalLMEagle3"], "model_type": "qwen3_moe"}, "model_type='qwen3_moe' is not"),
     ({"architectures": [], "model_type": "mistral", "max_position_embeddings": 8192}, None),

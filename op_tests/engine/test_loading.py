@@ -374,6 +374,16 @@ def test_draft_and_target_that_are_swapped(target_folder, draft_folder):
     assert "holds a language model, not a draft head; EAGLEInference.from_pretrained(draft, target) drafts" in told
 
 
+def test_sizes_of_joined_projections_are_told(tmp_path):
+    pytest.importorskip("transformers")
+    from op_tests.engine.families import write_target
+
+    write_target("Glm4", {}, tmp_path)
+    edit_config(tmp_path, intermediate_size=75)
+    told = "intermediate_size + intermediate_size must be 152 to match model.layers.0.mlp.gate_up_proj.weight of shape"
+    assert told in refused(load_target, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

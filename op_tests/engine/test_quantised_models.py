@@ -67,7 +67,7 @@ def test_weights_are_those_that_they_stand_for(form, listed, tmp_path):
     torch.testing.assert_close(half, logits_of(target), atol=0.25, rtol=0.05)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "mimo"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "mimo", "glm4"])
 def test_every_family(family, tmp_path):
     plain = write_plain(tmp_path / "plain", family)
     folder = write_quantised(FORMATS["awq"], plain, tmp_path / "quantised")

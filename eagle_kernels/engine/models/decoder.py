@@ -20,8 +20,8 @@ from .protocol import FINAL_NORM, Angles, Attend, TargetOutput, is_deterministic
 
 
 class DecoderLayer(nn.Module):
-    """Computes attention and feed-forward, each after a norm. The next norm adds the residual stream [B, T, H] from
-    stream and delta."""
+    """Computes attention and feed-forward, each after a norm, and in some families before another one. The next norm
+    adds the residual stream [B, T, H] from stream and delta."""
 
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
@@ -29,15 +29,22 @@ class DecoderLayer(nn.Module):
         self.self_attn = config.attention.make(layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = config.feed_forward.make(layer)
+        self.post_self_attn_layernorm = self.post_mlp_layernorm = None
+        if config.has_post_norms:
+            self.post_self_attn_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.post_mlp_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self, stream: Tensor, delta: Tensor | None, angles: Angles, attend: Attend, layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the sum that entered the layer, and the stream and delta that leave it."""
         entering, normed = self.input_layernorm.add(stream, delta)
-        delta = self.self_attn(normed, angles, attend, layer, in_parts=True)
+        after_attention, after_mlp = self.post_self_attn_layernorm, self.post_mlp_layernorm
+        delta = self.self_attn(normed, angles, attend, layer, in_parts=after_attention is None)
+        delta = delta if after_attention is None else after_attention(delta)
         stream, normed = self.post_attention_layernorm.add(entering, delta)
-        return entering, stream, self.mlp(normed, in_parts=True, deterministic=is_deterministic(attend))
+        delta = self.mlp(normed, in_parts=after_mlp is None, deterministic=is_deterministic(attend))
+        return entering, stream, delta if after_mlp is None else after_mlp(delta)
 
 
 class DecoderBackbone(nn.Module):

@@ -43,7 +43,8 @@ OPTIONS_IN_FILE = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "mlp_bias
 # What a family has that does not say so. sliding: the layers with a window, "none", "all" if `sliding_window` is set,
 # or "by layer". linear: the kind.
 _PLAIN = dict.fromkeys(OPTIONS_IN_FILE, False) | {
-    "sliding": "none", "linear": Linear, "has_sinks": False, "turns_neighbours": False,
+    "sliding": "none", "linear": Linear, "has_sinks": False, "turns_neighbours": False, "is_joined": False,
+    "has_post_norms": False,
 }  # fmt: skip
 _BIASES = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _QWEN = {
@@ -65,10 +66,15 @@ _DEEPSEEK_V3 = _DEEPSEEK | {
     "max_position_embeddings": 4096,
 }  # fmt: skip
 
-_GLM = {
+_GLM = {"max_position_embeddings": 131072, "partial_rotary_factor": 0.5}
+_GLM_DENSE = Family(
+    keys={"qkv_bias": "attention_bias"}, always={"turns_neighbours": True, "is_joined": True},
+    defaults=_GLM | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True},
+)  # fmt: skip
+_GLM_MOE = _GLM | {
     "n_routed_experts": 128, "n_shared_experts": 1, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
     "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
 }  # fmt: skip
 
 FAMILIES = {
@@ -97,8 +103,11 @@ FAMILIES = {
                   "rope_theta": 500000.0, "tie_word_embeddings": True, "moe_k": 6, "moe_num_shared_experts": 2,
                   "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
     ),
+    "glm": _GLM_DENSE,
+    "glm4": _GLM_DENSE._replace(always=_GLM_DENSE.always | {"has_post_norms": True}),
     "glm4_moe": Family(
-        feed_forward=DeepseekExperts, keys={"qkv_bias": "attention_bias", "has_qk_norms": "use_qk_norm"}, defaults=_GLM
+        feed_forward=DeepseekExperts, keys={"qkv_bias": "attention_bias", "has_qk_norms": "use_qk_norm"},
+        defaults=_GLM_MOE,
     ),
     "deepseek_v2": Family(LatentQuery, DeepseekV2Experts, {"mlp_bias": "mlp_bias"}, defaults=_DEEPSEEK_V2),
     **dict.fromkeys(("deepseek_v3", "kimi_k2"), Family(LatentQuery, DeepseekExperts, defaults=_DEEPSEEK_V3)),
@@ -123,8 +132,9 @@ def read_model_type(config: dict[str, Any]) -> str:
 
 
 def has_plain_layers(model_type: str) -> bool:
-    """Returns whether heads may have layers of this family: it is known, and has no experts."""
-    return model_type in FAMILIES and not issubclass(FAMILIES[model_type].feed_forward, Experts)
+    """Returns whether heads may have layers of this family: it is known, and has no experts, nor joined projections."""
+    family = FAMILIES.get(model_type)
+    return family is not None and not (issubclass(family.feed_forward, Experts) or "is_joined" in family.always)
 
 
 @dataclass(kw_only=True)
@@ -143,6 +153,7 @@ class DecoderConfig:
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
+    has_post_norms: bool = False  # whether what attention and feed-forward add to the stream has a norm of its own
     attention: GroupedQuery | LatentQuery
     feed_forward: Gated | Experts
     rope: RopeConfig
@@ -179,7 +190,8 @@ class DecoderConfig:
             raise ModelError(f"config.json: model_type={shown(model_type)} is not implemented (only {known})")
         family = FAMILIES[model_type]
         has_experts = issubclass(family.feed_forward, Experts)
-        if has_experts and reader == "heads" and not issubclass(family.attention, LatentQuery):
+        is_latent = issubclass(family.attention, LatentQuery)
+        if reader == "heads" and not (has_plain_layers(model_type) or is_latent):
             raise ModelError(f"config.json: model_type={shown(model_type)} is not implemented for {reader}")
         own = (*family.defaults, *(family.feed_forward.count_keys if has_experts else ()))
         config = config | present(rope_section(config)[1], ["partial_rotary_factor"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,15 +16,20 @@ from .norm import library
 class Gated:
     """Holds the settings, by Hugging Face's names, and the kind of its linears."""
 
-    stored_sizes: ClassVar = {"mlp.gate_proj.weight": "intermediate_size"}
-
     hidden_size: int
     intermediate_size: int
     mlp_bias: bool = False
+    is_joined: bool = False  # whether the file has gate and up in one tensor
     linear: type[Linear] = Linear  # the kind
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def stored_sizes(self) -> dict[str, str]:
+        if self.is_joined:
+            return {"mlp.gate_up_proj.weight": "intermediate_size + intermediate_size"}
+        return {"mlp.gate_proj.weight": "intermediate_size"}
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Gated:
@@ -41,7 +46,8 @@ class GatedFeedForward(nn.Module):
     def __init__(self, settings: Gated) -> None:
         super().__init__()
         size, inner, bias = settings.hidden_size, settings.intermediate_size, settings.mlp_bias
-        self.gate_up_proj = settings.linear(size, {"gate_proj": inner, "up_proj": inner}, bias)
+        outputs = 2 * inner if settings.is_joined else {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = settings.linear(size, outputs, bias)
         self.down_proj = settings.linear(inner, size, bias)
 
     def forward(self, x: Tensor, in_parts: bool = False, deterministic: bool = False) -> Tensor:

@@ -35,7 +35,7 @@ class GroupedQuery:
     o_bias: bool = False  # whether the projection out of attention has a bias
     has_qk_norms: bool = False  # whether each query and key head has an RMS norm, before RoPE
     has_sinks: bool = False  # whether each query head has a score without a key
-    turns_neighbours: bool = False  # RoPE turns coordinates 2 i and 2 i + 1, not i and D / 2 + i
+    turns_neighbours: bool = False  # RoPE turns coordinates 2 i and 2 i + 1, not i and i + half of those that turn
     linear: type[Linear] = Linear  # the kind
     windows: tuple[int | None, ...] = ()  # the keys that a token sees in each layer, itself included; None: all
 
@@ -91,7 +91,7 @@ class GroupedQueryAttention(nn.Module):
         sizes = {f"{name}_proj": count * size for name, count in zip("qkv", self.num_heads)}
         self.qkv_proj = settings.linear(input_size, sizes, settings.qkv_bias)
         self.o_proj = settings.linear(sizes["q_proj"], settings.hidden_size, settings.o_bias)
-        self.turns_neighbours = settings.turns_neighbours
+        self.neighbours = settings.rotary_size if settings.turns_neighbours else 0  # how many coordinates are such
         self.sinks = nn.Parameter(torch.empty(settings.num_attention_heads)) if settings.has_sinks else None
         self.q_norm = RMSNorm(size, eps) if settings.has_qk_norms else None
         self.k_norm = RMSNorm(size, eps) if settings.has_qk_norms else None
@@ -101,8 +101,9 @@ class GroupedQueryAttention(nn.Module):
         deterministic = is_deterministic(attend)
         heads = self.qkv_proj(x, deterministic).unflatten(-1, (-1, self.head_dim))
         query, key, value = heads.split(self.num_heads, dim=-2)
-        if self.turns_neighbours:
-            query, key = apart(heads[..., : sum(self.num_heads[:2]), :]).split(self.num_heads[:2], dim=-2)
+        if self.neighbours:
+            turning = apart(heads[..., : sum(self.num_heads[:2]), :], self.neighbours)
+            query, key = turning.split(self.num_heads[:2], dim=-2)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         sinks = {} if self.sinks is None else {"sinks": self.sinks}
@@ -113,15 +114,17 @@ class GroupedQueryAttention(nn.Module):
         """Writes keys and values as `forward` does, and attends to nothing."""
         both = self.qkv_proj(x, skipped=self.num_heads[0] * self.head_dim)
         key, value = both.unflatten(-1, (-1, self.head_dim)).chunk(2, dim=-2)
-        key = apart(key) if self.turns_neighbours else key
+        key = apart(key, self.neighbours) if self.neighbours else key
         if self.k_norm is not None:
             key = self.k_norm(key)
         attend.store(layer, key, value, angles=angles)
 
 
-def apart(heads: Tensor) -> Tensor:
-    """Returns coordinates 0, 2, .. of heads before 1, 3, ..: then RoPE turns halves, and no score changes."""
-    return heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+def apart(heads: Tensor, size: int) -> Tensor:
+    """Returns coordinates 0, 2, .. of the first `size` of heads before 1, 3, ..: then RoPE turns halves of these, and
+    no score changes."""
+    turning = heads[..., :size].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return turning if size == heads.shape[-1] else torch.cat((turning, heads[..., size:]), dim=-1)
 
 
 def _windows(config: dict[str, Any], reader: str) -> tuple[int | None, ...]:
