@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from op_tests.engine.deepseek import write_with_modules
+from op_tests.engine.ernie import write_with_module
 from op_tests.engine.families import CASES, write_target
 
-WITH_MODULES = ("deepseek_v3", "glm moe")
-FAMILIES = ("qwen3 moe", "mixtral", "gpt oss", "ernie moe", *WITH_MODULES)
+WITH_MODULES = ("deepseek_v3", "glm moe", "ernie moe")  # of which ERNIE has one
+FAMILIES = ("qwen3 moe", "mixtral", "gpt oss", *WITH_MODULES)
 # a vocabulary of bytes, and sizes that tiles and graphs of GPUs take
 SERVED = {
     "vocab_size": 257, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -39,7 +40,9 @@ def write(folder: Path, family: str, num_modules: int = 0) -> None:
     """Writes a model of bytes, with a tokenizer of its own; num_modules: of families in `WITH_MODULES`."""
     name, changes = CASES[family]
     changes = changes | SERVED | OF_FAMILY[family]
-    if num_modules:
+    if num_modules and family == "ernie moe":
+        write_with_module(folder, **changes)
+    elif num_modules:
         write_with_modules(folder, num_modules, name, **changes)
     else:
         write_target(name, changes, folder)
@@ -51,10 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Writes a tiny random model with experts.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--family", default=FAMILIES[0], choices=FAMILIES)
-    parser.add_argument("--modules", type=int, default=0, help=f"next-token modules, of {' and '.join(WITH_MODULES)}")
+    parser.add_argument("--modules", type=int, default=0, help=f"next-token modules, of {', '.join(WITH_MODULES)}")
     options = parser.parse_args(arguments)
     if options.modules and options.family not in WITH_MODULES:
-        parser.error(f"--modules: of {' and '.join(WITH_MODULES)} alone")
+        parser.error(f"--modules: of {', '.join(WITH_MODULES)} alone")
+    if options.modules > 1 and options.family == "ernie moe":
+        parser.error("--modules: ERNIE's is one")
     write(options.folder, options.family, options.modules)
 
 

@@ -1,7 +1,5 @@
 """ERNIE's next-token module in its published layout: against transformers' decoder layer, and as a drafter."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,38 +9,16 @@ from eagle_kernels.engine.models.layers.gated import GatedFeedForward
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_head
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
-from op_tests.engine.families import CASES, SIZES, write_target
+from op_tests.engine.ernie import write_with_module
+from op_tests.engine.families import SIZES
 
 pytest.importorskip("transformers")
-
-
-def write(folder):
-    """(transformers' model, the module's layer in its class, the module's other tensors)."""
-    from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeDecoderLayer
-
-    theirs = write_target(*CASES["ernie moe"], folder)
-    layer, width = Ernie4_5_MoeDecoderLayer(theirs.config, 0).eval(), SIZES["hidden_size"]
-    others = {
-        "emb_norm": torch.rand(width) + 0.5, "hidden_norm": torch.rand(width) + 0.5,
-        "linear_proj": torch.randn(width, 2 * width) / width**0.5,
-    }  # fmt: skip
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.15)
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= {f"model.mtp_{name}.0.weight": tensor for name, tensor in others.items()}
-    tensors |= {f"model.mtp_block.0.{name}": tensor for name, tensor in layer.state_dict().items()}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    return theirs, layer, others
 
 
 @torch.no_grad()
 def test_the_module_is_that_of_fastdeploy(tmp_path):
     """The embedding first, a plain layer with interleaved RoPE, and the target's final norm."""
-    theirs, layer, others = write(tmp_path)
+    theirs, layer, others = write_with_module(tmp_path)
     file, target = read_head(tmp_path), load_target(tmp_path)
     assert (file.kind, file.format_name) == ("MTP", "ERNIE (next-token modules)")
     draft = load_draft(tmp_path, target)
@@ -68,7 +44,7 @@ def test_the_module_is_that_of_fastdeploy(tmp_path):
 
 
 def test_text_is_that_of_plain_decoding(tmp_path, device):
-    write(tmp_path)
+    write_with_module(tmp_path)
     target = load_target(tmp_path, device)
     draft = load_draft(tmp_path, target)
     prompts = torch.randint(1, SIZES["vocab_size"], (2, 11))
@@ -79,7 +55,7 @@ def test_text_is_that_of_plain_decoding(tmp_path, device):
 
 
 def test_what_a_module_lacks_is_named(tmp_path):
-    write(tmp_path)
+    write_with_module(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.mtp_linear_proj.0.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
