@@ -1,10 +1,7 @@
 """Hydra heads: the network against its formula, the published layout, and every draft against the text alone."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.hydra import load_hydra
@@ -21,37 +18,11 @@ from op_tests.engine.drafting import (
     come_and_go,
     features_of,
 )
-from op_tests.engine.heads import HIDDEN, TARGET_VOCAB
+from op_tests.engine.head_folders import NUM_HEADS, hydra_tensors, write_hydra
+from op_tests.engine.heads import HIDDEN
 from op_tests.engine.toys import random_llama, write_decoder
 
-HEADS = 4
 ARCHITECTURES = ("mlp", "prefix-mlp")
-
-
-def tensors_of(architecture="mlp", num_layers=1, *, num_heads=HEADS, seed=0):
-    """By the official names. "prefix-mlp" counts the dropouts before each block and before the outputs."""
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-
-    def linear(name, rows, columns):
-        tensors[name + ".weight"] = torch.randn(rows, columns, generator=generator) / columns**0.5
-        tensors[name + ".bias"] = torch.randn(rows, generator=generator) / 4
-
-    has_prefix = architecture == "prefix-mlp"
-    for head in range(num_heads):
-        for layer in range(num_layers):
-            name = f"hydra_mlp.{head}.{1 + 2 * layer if has_prefix else layer}"
-            linear(name + ".linear", HIDDEN, HIDDEN * (1 if layer else head + 2))
-            if layer == 0:
-                linear(name + ".res_connection", HIDDEN, HIDDEN * (head + 2))
-        linear(f"hydra_lm_head.{head}" + (".1" if has_prefix else ""), TARGET_VOCAB, HIDDEN)
-    if has_prefix:
-        layer = random_llama(num_layers=1, seed=9).state_dict()
-        for name, tensor in layer.items():
-            if name.startswith("model."):  # with the embedding that the class has and never reads
-                if "norm" in name:
-                    tensor = torch.rand(tensor.shape, generator=generator) + 0.5
-                tensors["prefix_embeding_layer." + name.removeprefix("model.")] = tensor.contiguous()
-    return tensors
 
 
 def formula(tensors, h, embeddings, head):
@@ -85,24 +56,10 @@ def prefix_of(tensors, features):
     return model.model.norm.add(stream, delta)[1][0]
 
 
-def write(folder, tensors, pickled=True, **config):
-    folder.mkdir(parents=True, exist_ok=True)
-    base = {
-        "hydra_num_heads": HEADS, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True,
-        "hidden_state_offset": 0, "base_model_name_or_path": "a/b",
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(base | config))
-    if pickled:
-        torch.save(tensors, folder / "hydra_lm_head.pt")
-    else:
-        save_file(tensors, folder / "hydra_lm_head.safetensors")
-    return folder
-
-
 def pair(folder, architecture, device="cpu", num_layers=1, **config):
     """(target, draft)."""
-    target, tensors = random_llama(std=0.4, device=device), tensors_of(architecture, num_layers)
-    write(folder, tensors, hydra_head_arch=architecture, hydra_num_layers=num_layers, **config)
+    target, tensors = random_llama(std=0.4, device=device), hydra_tensors(architecture, num_layers)
+    write_hydra(folder, tensors, hydra_head_arch=architecture, hydra_num_layers=num_layers, **config)
     return target, load_hydra(folder, target)
 
 
@@ -110,8 +67,8 @@ def pair(folder, architecture, device="cpu", num_layers=1, **config):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_heads_equal_the_formula(architecture, num_layers, tmp_path):
     target, draft = pair(tmp_path, architecture, num_layers=num_layers)
-    tensors = tensors_of(architecture, num_layers)
-    assert read_kind(tmp_path) == "Hydra" and draft.max_levels == HEADS and draft.aux_layers == (FINAL_NORM,)
+    tensors = hydra_tensors(architecture, num_layers)
+    assert read_kind(tmp_path) == "Hydra" and draft.max_levels == NUM_HEADS and draft.aux_layers == (FINAL_NORM,)
     assert draft.kv_shape.num_layers == (architecture == "prefix-mlp") and draft.max_length == target.max_length
     features = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(5))
     text, embed = [7, 3, 60, 11, 0, 25], target.get_input_embeddings()
@@ -167,7 +124,7 @@ def test_drafts_are_those_of_the_text_alone(architecture, tree, chunk, policy, t
     config = EAGLEConfig(**TREES[tree], **SMALL, **POLICIES[policy], prefill_chunk=chunk)
     target, draft = pair(tmp_path, architecture, device)
     engine = EAGLEInference(draft, target, config)
-    oracle = Chain(engine, tensors_of(architecture), monkeypatch)
+    oracle = Chain(engine, hydra_tensors(architecture), monkeypatch)
     come_and_go(engine, has_pauses=True)
     assert oracle.num_checked > 8
 
@@ -176,7 +133,7 @@ def test_an_earlier_stream(tmp_path, device, monkeypatch):
     target, draft = pair(tmp_path, "mlp", device, hidden_state_offset=1)
     assert draft.aux_layers == (1,)
     engine = EAGLEInference(draft, target, EAGLEConfig.chain(3, cuda_graph=False))
-    oracle = Chain(engine, tensors_of(), monkeypatch, offset=1)
+    oracle = Chain(engine, hydra_tensors(), monkeypatch, offset=1)
     engine.generate(PROMPTS, 9)
     assert oracle.num_checked > 5
 
@@ -211,13 +168,13 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_folders_that_are_refused(case, tmp_path):
     changes, config, message = REFUSED[case]
-    tensors = {name: tensor for name, tensor in (tensors_of() | changes).items() if tensor is not None}
+    tensors = {name: tensor for name, tensor in (hydra_tensors() | changes).items() if tensor is not None}
     with pytest.raises(ModelError, match=message):
-        load_hydra(write(tmp_path, tensors, pickled=False, **config), random_llama())
+        load_hydra(write_hydra(tmp_path, tensors, pickled=False, **config), random_llama())
 
 
 def test_pairs_that_do_not_fit(tmp_path):
-    write(tmp_path, tensors_of())
+    write_hydra(tmp_path, hydra_tensors())
     with pytest.raises(ModelError, match="the heads' hidden_size 32 is not the target's 48"):
         load_hydra(tmp_path, random_llama(hidden_size=48))
     with pytest.raises(ModelError, match="the heads' vocab_size 61 is not the target's 70"):
@@ -234,7 +191,7 @@ def test_pairs_that_do_not_fit(tmp_path):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_folders_make_an_engine(architecture, tmp_path):
     target = write_decoder(random_llama(std=0.4), tmp_path / "target")
-    draft = write(tmp_path / "draft", tensors_of(architecture), hydra_head_arch=architecture)
+    draft = write_hydra(tmp_path / "draft", hydra_tensors(architecture), hydra_head_arch=architecture)
     engine = EAGLEInference.from_pretrained(
         draft, target, EAGLEConfig(method="hydra", topk=2, num_steps=3), device="cpu"
     )

@@ -1,10 +1,8 @@
-"""DeepSeek's models: what their cache holds, their next-token modules (GLM's have the same layout), all drafters, and
-what is refused.
+"""DeepSeek's models: what their cache holds, next-token modules (GLM's have the same layout), and what is refused.
 
-That they are transformers' models is in `test_families`, and their texts with heads of all formats in `test_identity`.
+That they are transformers' models is in `test_families`, their texts with heads of all formats in `test_identity`, and
+those with all drafters in `test_drafters_of_families`.
 """
-
-import random
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from op_tests.engine.drafting import PROMPTS, ModelOracle, pause_between_drafts
 from op_tests.engine.expert_models import OF_FAMILY
 from op_tests.engine.families import GROUPS, LATENT, SIZES, write_target
 from op_tests.engine.heads import edit_config, edit_tensors
-from op_tests.engine.toys import ToyModel
 
 
 def deepseek(folder, device="cpu", family="DeepseekV3", **changes):
@@ -113,44 +110,6 @@ def test_text_with_a_module_is_that_of_transformers(tmp_path, device, family):
         config = EAGLEConfig(method="mtp", page_size=4, eos_token_ids=(), **options)
         engine = EAGLEInference.from_pretrained(None, tmp_path, config, device=device, dtype="float32")
         assert engine.generate(prompts, 14).output_ids == expected[:, 9:].tolist()
-
-
-DRAFTERS = {
-    "ngram tree": {"method": "ngram", "topk": 4, "num_steps": 4, "num_draft_tokens": 12, "min_ngram_size": 1},
-    "suffix chain": {"method": "suffix", "topk": 1, "num_steps": 6},
-    "draft model": {"method": "draft_model", "topk": 2, "num_steps": 3, "num_draft_tokens": 8},
-    "another draft model": {"method": "draft_model", "topk": 2, "num_steps": 3, "num_draft_tokens": 8},
-    "hybrid": {"method": "hybrid", "topk": 2, "num_steps": 6, "num_model_steps": 2, "num_draft_tokens": 12,
-               "min_ngram_size": 1},
-    "trees that share a budget": {"method": "draft_model", "topk": 3, "num_steps": 3, "num_draft_tokens": 12,
-                                  "mean_draft_tokens": 5},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_text_with_every_drafter_is_plain_text(tmp_path, device, name):
-    """Greedy and sampled, requests that come while others decode; prompts in parts, beside the rows of steps."""
-    target = deepseek(tmp_path / "target", device)
-    if name == "another draft model":  # of keys and values
-        draft = ToyModel(vocab_size=SIZES["vocab_size"], device=device)
-    else:
-        draft = deepseek(tmp_path / "draft", device, "DeepseekV2", kv_lora_rank=16, initializer_range=0.2)
-    needs_model = DRAFTERS[name]["method"] in ("draft_model", "hybrid")
-    config = EAGLEConfig(**DRAFTERS[name], page_size=4, prefill_chunk=7, max_batch=3, eos_token_ids=())
-    engine = EAGLEInference(draft if needs_model else None, target, config)
-    coin, requests = random.Random(name), []
-    for number, prompt in enumerate(PROMPTS):
-        sampling = {} if number % 2 else {"temperature": 0.8, "top_k": 20}
-        params = SamplingParams(max_new_tokens=coin.randrange(4, 16), seed=number, **sampling)
-        requests.append((engine.submit(prompt, params), prompt, params))
-        for _ in range(coin.randrange(3)):
-            engine.step()
-    engine.collect()
-    engine.is_speculating = False
-    for request, prompt, params in requests:
-        again = engine.submit(prompt, params)
-        engine.collect()
-        assert request.error is None and request.output_ids == again.output_ids
 
 
 def test_heads_of_the_same_attention(tmp_path, device):

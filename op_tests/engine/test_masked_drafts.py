@@ -15,6 +15,7 @@ from eagle_kernels.engine.models.loading import load_draft, load_target, read_he
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine import drafting, heads
+from op_tests.engine.head_folders import HEAD_MASK, write_peagle
 from op_tests.engine.toys import random_llama, write_decoder
 from op_tests.engine.view import View
 
@@ -32,17 +33,6 @@ def pard_logits(draft, target, text, count):
     tokens = torch.tensor([text + [MASK] * (count - 1)], device=target.device)
     positions = torch.arange(tokens.shape[1], device=target.device)[None]
     return draft.model.forward(tokens, positions, causal_attend).logits[0, len(text) - 1 :]
-
-
-HEAD_MASK = 44  # one of the tokens that the head drafts
-
-
-def write_peagle(folder, tensors=None, **config):
-    """As vLLM's users publish it; a speculators folder differs in the names of the settings."""
-    tensors = heads.peagle_tensors() if tensors is None else tensors
-    num_layers = 1 + sum(name.endswith("input_layernorm.weight") and name.startswith("layers.") for name in tensors)
-    named = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": num_layers, "ptd_token_id": HEAD_MASK}
-    return heads.write_official(folder, tensors, **named | config)
 
 
 def peagle(device, num_layers=2):

@@ -11,24 +11,12 @@ from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
 from eagle_kernels.engine.models.loading import load_draft, load_medusa, load_target, read_head, read_kind
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
 from op_tests.engine import drafting
+from op_tests.engine.head_folders import NUM_HEADS, medusa_tensors, write_medusa
 from op_tests.engine.heads import HIDDEN, TARGET_VOCAB, WIDTHS
 from op_tests.engine.toys import random_llama
 
-HEADS = 4
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256}
 TOKEN_MAP = torch.tensor([60, 3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 0, 44])
-
-
-def tensors_of(num_heads=HEADS, num_layers=1, *, rows=TARGET_VOCAB, bias=True, seed=0):
-    """By the official names: head, place in its nn.Sequential, parameter."""
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for head in range(num_heads):
-        for layer in range(num_layers):
-            tensors[f"{head}.{layer}.linear.weight"] = torch.randn(HIDDEN, HIDDEN, generator=generator) / HIDDEN**0.5
-            if bias:
-                tensors[f"{head}.{layer}.linear.bias"] = torch.randn(HIDDEN, generator=generator) / 4
-        tensors[f"{head}.{num_layers}.weight"] = torch.randn(rows, HIDDEN, generator=generator)
-    return tensors
 
 
 def formula(tensors, hidden, head):
@@ -38,17 +26,6 @@ def formula(tensors, hidden, head):
         made = x @ tensors[f"{head}.{layer}.linear.weight"].T + tensors.get(f"{head}.{layer}.linear.bias", 0.0)
         x, layer = x + made * torch.sigmoid(made), layer + 1
     return x @ tensors[f"{head}.{layer}.weight"].T
-
-
-def write_official(folder, tensors, pickled=False, **config):
-    folder.mkdir(parents=True, exist_ok=True)
-    base = {"medusa_num_heads": HEADS, "medusa_num_layers": 1, "base_model_name_or_path": "a/b", "version": "2"}
-    (folder / "config.json").write_text(json.dumps(base | config))
-    if pickled:
-        torch.save(tensors, folder / "medusa_lm_head.pt")
-    else:
-        save_file(tensors, folder / "medusa_lm_head.safetensors")
-    return folder
 
 
 def vllm_names(tensors, prefix=""):
@@ -66,7 +43,7 @@ def write_vllm(folder, tensors, *, prefix="", **config):
     folder.mkdir(parents=True, exist_ok=True)
     base = {
         "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": HIDDEN, "vocab_size": TARGET_VOCAB,
-        "num_heads": HEADS, "num_hidden_layers": 1, "medusa_fc_bias": True, "max_paths": 64, "topk": 10,
+        "num_heads": NUM_HEADS, "num_hidden_layers": 1, "medusa_fc_bias": True, "max_paths": 64, "topk": 10,
         "truncated_vocab_size": TARGET_VOCAB,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(base | config))
@@ -77,14 +54,14 @@ def write_vllm(folder, tensors, *, prefix="", **config):
 def pair(folder, device="cpu", tensors=None, **options):
     """(target, draft)."""
     target = random_llama(std=0.4, device=device)
-    write_official(folder, tensors_of() if tensors is None else tensors, **options)
+    write_medusa(folder, medusa_tensors() if tensors is None else tensors, **options)
     return target, load_medusa(folder, target)
 
 
 LAYOUTS = {
-    "official": (write_official, {}, {}, "official (FasterDecoding)"),
-    "official, pickled": (write_official, {}, {"pickled": True}, "official (FasterDecoding)"),
-    "official, two layers": (write_official, {"num_layers": 2}, {"medusa_num_layers": 2}, "official (FasterDecoding)"),
+    "official": (write_medusa, {}, {}, "official (FasterDecoding)"),
+    "official, pickled": (write_medusa, {}, {"pickled": True}, "official (FasterDecoding)"),
+    "official, two layers": (write_medusa, {"num_layers": 2}, {"medusa_num_layers": 2}, "official (FasterDecoding)"),
     "vLLM": (write_vllm, {}, {}, "vLLM"),
     "vLLM, prefix": (write_vllm, {"bias": False}, {"prefix": "medusa_heads."}, "vLLM"),
 }
@@ -93,14 +70,14 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_heads_equal_the_formula(layout, tmp_path):
     write, kind, options, name = LAYOUTS[layout]
-    tensors, target = tensors_of(**kind), random_llama()
+    tensors, target = medusa_tensors(**kind), random_llama()
     folder = write(tmp_path, tensors, **options)
     file, draft = read_head(folder), load_medusa(folder, target)
     assert (file.kind, file.format_name, file.remarks, file.dtypes) == ("Medusa", name, [], ["F32"])
-    assert read_kind(folder) == "Medusa" and draft.aux_layers == (FINAL_NORM,) and draft.block_length == HEADS
+    assert read_kind(folder) == "Medusa" and draft.aux_layers == (FINAL_NORM,) and draft.block_length == NUM_HEADS
     assert draft.draft_to_target is None and draft.max_length == target.max_length
     hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(5))
-    for count in (1, HEADS):
+    for count in (1, NUM_HEADS):
         logits = draft.draft_block(hidden, count)
         assert logits.shape == (3, count, TARGET_VOCAB)
         for head in range(count):
@@ -110,7 +87,7 @@ def test_heads_equal_the_formula(layout, tmp_path):
 @pytest.mark.parametrize("rows", [len(TOKEN_MAP), TARGET_VOCAB], ids=["their rows", "all rows"])
 def test_heads_of_some_tokens(rows, tmp_path):
     """token_map names the target's ids, in any order; the file may hold the rows of all of them."""
-    tensors, target = tensors_of(rows=rows), random_llama()
+    tensors, target = medusa_tensors(rows=rows), random_llama()
     write_vllm(tmp_path, tensors, truncated_vocab_size=len(TOKEN_MAP))
     save_file(vllm_names(tensors) | {"token_map": TOKEN_MAP}, tmp_path / "model.safetensors")
     draft = load_medusa(tmp_path, target)
@@ -125,23 +102,23 @@ def test_heads_of_some_tokens(rows, tmp_path):
 
 @pytest.mark.parametrize("source", ["one output", "the target's"])
 def test_heads_that_share_an_output(source, tmp_path):
-    tensors, target = tensors_of(), random_llama()
+    tensors, target = medusa_tensors(), random_llama()
     output = tensors["0.1.weight"] if source == "one output" else target.lm_head.weight.detach()
     held = {name: tensor for name, tensor in vllm_names(tensors).items() if name.startswith("blocks")}
     write_vllm(tmp_path, tensors, original_lm_head=True)
     save_file(held | ({"lm_head.weight": output} if source == "one output" else {}), tmp_path / "model.safetensors")
     draft, hidden = load_medusa(tmp_path, target), torch.randn(2, HIDDEN)
-    tensors |= {f"{head}.1.weight": output for head in range(HEADS)}
-    for head in range(HEADS):
+    tensors |= {f"{head}.1.weight": output for head in range(NUM_HEADS)}
+    for head in range(NUM_HEADS):
         wanted = formula(tensors, hidden, head)
-        torch.testing.assert_close(draft.draft_block(hidden, HEADS)[:, head], wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(draft.draft_block(hidden, NUM_HEADS)[:, head], wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_published_configs_name_fewer_heads(tmp_path, caplog):
     """As the official reader says; all heads of the file are used, and a line tells it."""
     target = random_llama()
-    draft = load_medusa(write_official(tmp_path, tensors_of(), medusa_num_heads=2), target)
-    assert draft.block_length == HEADS and "names 2 heads, and the file holds 4: all are used" in caplog.text
+    draft = load_medusa(write_medusa(tmp_path, medusa_tensors(), medusa_num_heads=2), target)
+    assert draft.block_length == NUM_HEADS and "names 2 heads, and the file holds 4: all are used" in caplog.text
 
 
 REFUSED = {
@@ -167,13 +144,13 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_folders_that_are_refused(case, tmp_path):
     changes, config, message = REFUSED[case]
-    tensors = {name: tensor for name, tensor in (tensors_of() | changes).items() if tensor is not None}
+    tensors = {name: tensor for name, tensor in (medusa_tensors() | changes).items() if tensor is not None}
     with pytest.raises(ModelError, match=message):
-        load_medusa(write_official(tmp_path, tensors, **config), random_llama())
+        load_medusa(write_medusa(tmp_path, tensors, **config), random_llama())
 
 
 def test_targets_that_do_not_fit(tmp_path):
-    write_official(tmp_path, tensors_of())
+    write_medusa(tmp_path, medusa_tensors())
     with pytest.raises(ModelError, match="the heads read features of width 32, the target's are 48"):
         load_medusa(tmp_path, random_llama(hidden_size=48))
     with pytest.raises(ModelError, match="the heads' vocab_size 61 is not the target's 70"):
@@ -184,8 +161,8 @@ def test_targets_that_do_not_fit(tmp_path):
         load_draft(tmp_path, random_llama())
     for ids, told in ((TOKEN_MAP + 2, "token_map: draft id 0 maps to target id 62, outside the 61 there are"),
                       (TOKEN_MAP.clamp(min=4), "token_map: target id 4 is there 5 times")):  # fmt: skip
-        folder = write_vllm(tmp_path / told[11:20].strip(), tensors_of(rows=13), truncated_vocab_size=13)
-        save_file(vllm_names(tensors_of(rows=13)) | {"token_map": ids}, folder / "model.safetensors")
+        folder = write_vllm(tmp_path / told[11:20].strip(), medusa_tensors(rows=13), truncated_vocab_size=13)
+        save_file(vllm_names(medusa_tensors(rows=13)) | {"token_map": ids}, folder / "model.safetensors")
         with pytest.raises(ModelError, match=told):
             load_medusa(folder, random_llama())
 
@@ -205,7 +182,7 @@ class OfHeads(drafting.Oracle):
 
     @torch.inference_mode()
     def drafts(self, text, config):
-        target, tensors = self.engine.target, tensors_of()
+        target, tensors = self.engine.target, medusa_tensors()
         hidden = drafting.features_of(target, text, (FINAL_NORM,))[-1].cpu()
         return drafting.best_paths(
             torch.stack([formula(tensors, hidden, head) for head in range(config.num_steps)]), config
@@ -267,7 +244,7 @@ def test_folders_make_an_engine(tmp_path):
     target.mkdir()
     (target / "config.json").write_text(json.dumps(WIDTHS | {"num_hidden_layers": 2, "intermediate_size": 48} | SIZES))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
-    draft = write_official(tmp_path / "draft", tensors_of())
+    draft = write_medusa(tmp_path / "draft", medusa_tensors())
     engine = EAGLEInference.from_pretrained(draft, target, EAGLEConfig.chain(4), device="cpu")
     assert type(engine.draft).__name__ == "MedusaHeads"
     assert engine.generate([[5, 6]], 9).output_ids == engine.generate([[5, 6]], 9, speculative=False).output_ids
@@ -276,7 +253,7 @@ def test_folders_make_an_engine(tmp_path):
 def test_inspect_tells_what_they_are(tmp_path):
     from eagle_kernels.tools.inspection import inspect_head
 
-    rows = dict(inspect_head(write_official(tmp_path, tensors_of())).rows())
+    rows = dict(inspect_head(write_medusa(tmp_path, medusa_tensors())).rows())
     assert rows["kind"] == "Medusa" and rows["options"] == "num_heads=4, num_layers=1"
     assert rows["layers"] == "no attention, so no keys and no positions" and "heads" not in rows
     assert rows["embedding, lm_head"] == "the target's, its own"
