@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from op_tests.engine.families import GLM_EXPERTS, GROUPS, LATENT, write_target
+from op_tests.engine.families import GLM_EXPERTS, GROUPS, LATENT, LITE, write_target
 
 
 def write_with_modules(folder: Path, num_modules: int, family="DeepseekV3", *, wrong_copies=False, **changes):
@@ -15,8 +15,10 @@ def write_with_modules(folder: Path, num_modules: int, family="DeepseekV3", *, w
     from safetensors.torch import load_file, save_file
     from transformers.modeling_layers import MtpModel
 
-    layers = GLM_EXPERTS if family == "Glm4Moe" else LATENT | GROUPS
+    layers = {"Glm4Moe": GLM_EXPERTS, "Glm4MoeLite": LITE}.get(family, LATENT | GROUPS)
     changes = layers | {"num_nextn_predict_layers": num_modules} | changes
+    if family == "Glm4MoeLite":  # whose config does not tell transformers that there are modules
+        changes |= {"num_mtp_layers": num_modules, "mtp_mlp_layer_types": ["sparse"] * num_modules}
     model = write_target(family, changes, folder)
     modules = MtpModel(model, num_modules).eval()
     generator = torch.Generator().manual_seed(1)
@@ -27,7 +29,8 @@ def write_with_modules(folder: Path, num_modules: int, family="DeepseekV3", *, w
             if "norm" in name:
                 tensor.add_(1.0)
         tensors |= _as_published(name, tensor, model.config.num_hidden_layers)
-    if model.config.first_k_dense_replace > model.config.num_hidden_layers:  # transformers' modules have experts
+    # of a target without experts; transformers' modules have them
+    if getattr(model.config, "first_k_dense_replace", 0) > model.config.num_hidden_layers:
         tensors = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name} | _dense(model.config)
     copies = {"embed_tokens": model.get_input_embeddings(), "shared_head.head": model.get_output_embeddings()}
     for module in range(num_modules):

@@ -40,6 +40,7 @@ KIMI = LATENT | {
         name: value for name, value in OF_KIMI["rope_scaling"].items() if name != "type"
     },
 }  # fmt: skip
+LITE = LATENT | {"n_group": 1, "topk_group": 1, "num_key_value_heads": SIZES["num_attention_heads"]}
 GLM_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "use_qk_norm": True}
 CASES = {
     "llama": ("Llama", {}),
@@ -77,6 +78,8 @@ CASES = {
             "rope_parameters": YARN,
         },
     ),
+    "ernie": ("Ernie4_5", {}),
+    "ernie biases": ("Ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
     "ernie moe": ("Ernie4_5_Moe", ERNIE_EXPERTS),
     "ernie moe, every other layer": (
         "Ernie4_5_Moe",
@@ -106,6 +109,10 @@ CASES = {
         "partial_rotary_factor": 0.25,
     }}),
     "glm moe": ("Glm4Moe", GLM_EXPERTS | {"attention_bias": True, "routed_scaling_factor": 2.5}),
+    "glm moe lite": ("Glm4MoeLite", LITE),
+    "glm moe lite, layers by name": ("Glm4MoeLite", LITE | GROUPS | {
+        "mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": YARN,
+    }),
     "glm moe, groups, a quarter turns": ("Glm4Moe", GLM_EXPERTS | GROUPS | {
         "use_qk_norm": False, "n_shared_experts": 2, "norm_topk_prob": False, "first_k_dense_replace": 0,
         "rope_parameters": YARN | {"partial_rotary_factor": 0.25},

@@ -20,7 +20,7 @@ from op_tests.engine.families import CASES, write_target
 from op_tests.engine.head_folders import hydra_tensors, medusa_tensors, write_hydra, write_medusa, write_peagle
 from op_tests.engine.toys import random_llama, write_decoder
 
-FAMILIES = ("glm moe", "deepseek_v3", "kimi_k2", "ernie moe", "glm4")
+FAMILIES = ("glm moe", "deepseek_v3", "kimi_k2", "ernie moe", "glm4", "glm moe lite")
 # what heads of all formats fit; as few layers as their streams need
 SIZES = {name: heads.WIDTHS[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
 SIZES |= {"num_attention_heads": heads.HEADS, "num_hidden_layers": 5}
@@ -75,6 +75,8 @@ def folders_of(family: str, kind: str, folder):
     """(the draft's, the target's)."""
     write, (name, changes) = KINDS[kind][0], CASES[family]
     changes, target = changes | SIZES, folder / "target"
+    if "kv_lora_rank" in changes:
+        changes["num_key_value_heads"] = heads.HEADS
     if write != "modules":
         write_target(name, changes, target)
     elif family == "ernie moe":

@@ -19,7 +19,8 @@ from op_tests.engine.families import write_target
 # what the heads fit; families whose layers differ would need a list of eight
 SIZES = {name: heads.WIDTHS[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")}
 SIZES |= {"num_attention_heads": heads.HEADS, "num_hidden_layers": 8}
-LIKE_OTHERS = ("deepseek_v2 lite", "deepseek_v2 groups", "deepseek_v3 halves", "kimi_k2")
+LIKE_OTHERS = ("deepseek_v2 lite", "deepseek_v2 groups", "deepseek_v3 halves", "kimi_k2", "glm moe lite",
+               "glm moe lite, layers by name")  # fmt: skip
 FAMILIES = {name: case for name, case in FAMILIES.items() if "layer_types" not in case[1] and name not in LIKE_OTHERS}
 HEADS = {"EAGLE-1": heads.eagle1_tensors, "EAGLE-3": heads.eagle3_tensors}
 SAMPLING = {

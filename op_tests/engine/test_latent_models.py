@@ -39,7 +39,8 @@ def test_a_token_takes_one_row_of_the_cache_in_each_layer(tmp_path, device):
     assert EAGLEInference(None, target, config).workspace_bytes()["kv_cache"] == 10 * 4 * 3 * 32 * 4
 
 
-SHAPES = {"DeepseekV3": LatentShape(1, 1, 32, 24), "Glm4Moe": KVShape(1, 2, 24)}  # of one module
+SHAPES = {"DeepseekV3": LatentShape(1, 1, 32, 24), "Glm4Moe": KVShape(1, 2, 24),
+          "Glm4MoeLite": LatentShape(1, 1, 32, 24)}  # fmt: skip  # of one module
 
 
 @torch.no_grad()
@@ -179,6 +180,9 @@ REFUSED = [
     ({"moe_intermediate_size": 30}, "experts.0.down_proj.weight has shape [60, 28], but config.json says [60, 30]"),
     ({"scoring_func": "softmax"}, "scoring_func='softmax' is not implemented (only 'sigmoid')"),
     ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not implemented (only 1)"),
+    ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types must name each layer, got ['dense', 'sparse']"),
+    ({"mlp_layer_types": ["dense", "sparse", "x"]}, "mlp_layer_types with 'x' is not implemented"),
+    ({"mlp_layer_types": ["dense", "dense", "sparse"]}, "missing tensors: model.layers.1.mlp.down_proj.weight"),
     ({"num_experts": 6, "model_type": "llama"}, "num_experts=6 is not implemented (only None)"),
 ]
 

@@ -387,7 +387,7 @@ def test_sizes_of_joined_projections_are_told(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "glm4_moe_lite"}, "missing tensors: model.layers.0.self_attn.kv_a_layernorm.weight, "),
+        ({"model_type": "youtu"}, "missing tensors: model.layers.0.self_attn.kv_a_layernorm.weight, "),
         ({"model_type": "gpt2"}, "missing tensors: transformer.h.0.attn.c_attn.bias, "),
         ({"model_type": "granite", "intermediate_size": 32},
          "has shape [16, 24], but config.json says [16, 32], which a model of model_type='granite' has"),

@@ -77,6 +77,22 @@ _GLM_MOE = _GLM | {
     "rms_norm_eps": 1e-5,
 }  # fmt: skip
 
+_GLM_LITE = {
+    "n_routed_experts": 64, "n_shared_experts": 1, "moe_intermediate_size": 1536, "first_k_dense_replace": 1,
+    "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8,
+    "kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 202752,
+}  # fmt: skip
+_ERNIE = Family(
+    keys=dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), "use_bias"), always={"turns_neighbours": True},
+    defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+              "rope_theta": 500000.0, "tie_word_embeddings": True},
+)  # fmt: skip
+_ERNIE_MOE = {
+    "num_key_value_heads": 4, "head_dim": None, "moe_k": 6, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1, "moe_layer_interval": 1,
+}  # fmt: skip
+
 FAMILIES = {
     "llama": Family(keys=_BIASES | {"mlp_bias": "mlp_bias"}),
     "mistral": Family(always={"sliding": "all"}, defaults=_MISTRAL),
@@ -96,19 +112,15 @@ FAMILIES = {
                   "max_position_embeddings": 131072, "rope_theta": 150000.0, "attention_bias": True,
                   "num_experts_per_tok": 4},
     ),
-    "ernie4_5_moe": Family(
-        feed_forward=ErnieExperts, keys=dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), "use_bias"),
-        always={"turns_neighbours": True},
-        defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
-                  "rope_theta": 500000.0, "tie_word_embeddings": True, "moe_k": 6, "moe_num_shared_experts": 2,
-                  "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
-    ),
+    "ernie4_5": _ERNIE,
+    "ernie4_5_moe": _ERNIE._replace(feed_forward=ErnieExperts, defaults=_ERNIE.defaults | _ERNIE_MOE),
     "glm": _GLM_DENSE,
     "glm4": _GLM_DENSE._replace(always=_GLM_DENSE.always | {"has_post_norms": True}),
     "glm4_moe": Family(
         feed_forward=DeepseekExperts, keys={"qkv_bias": "attention_bias", "has_qk_norms": "use_qk_norm"},
         defaults=_GLM_MOE,
     ),
+    "glm4_moe_lite": Family(LatentQuery, DeepseekExperts, defaults=_GLM_LITE),
     "deepseek_v2": Family(LatentQuery, DeepseekV2Experts, {"mlp_bias": "mlp_bias"}, defaults=_DEEPSEEK_V2),
     **dict.fromkeys(("deepseek_v3", "kimi_k2"), Family(LatentQuery, DeepseekExperts, defaults=_DEEPSEEK_V3)),
 }  # fmt: skip

@@ -183,7 +183,14 @@ class DeepseekExperts(Experts):
 
     @classmethod
     def _is_plain(cls, config: dict[str, Any], layer: int) -> bool:
-        first = config.get("first_k_dense_replace", 0)
+        kinds, first = config.get("mlp_layer_types"), config.get("first_k_dense_replace", 0)
+        if not is_empty(kinds):
+            if not (isinstance(kinds, list) and len(kinds) == read_size(config, "num_hidden_layers")):
+                raise ModelError(f"config.json: mlp_layer_types must name each layer, got {shown(kinds)}")
+            strangers = [kind for kind in kinds if kind not in ("dense", "sparse")]
+            if strangers:
+                raise ModelError(f"config.json: mlp_layer_types with {shown(strangers[0])} is not implemented")
+            return layer < len(kinds) and kinds[layer] == "dense"
         if not is_integer(first):
             raise ModelError(f"config.json: first_k_dense_replace must be an integer, got {shown(first)}")
         return layer < first
