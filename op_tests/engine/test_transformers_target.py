@@ -202,6 +202,18 @@ def test_an_eagle_head_reads_its_features_and_shares_its_weights(pair):
     assert text == engine.generate([[5, 6, 7], [1]], 8, speculative=False).output_ids
 
 
+def test_keys_and_values_that_are_views_of_one_tensor(device):
+    """Of latent attention whose heads have one size: keys of all heads, then, are what the pool holds."""
+    sizes = {"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 10,
+             "qk_rope_head_dim": 6, "v_head_dim": 16, "head_dim": 6}  # fmt: skip
+    theirs = make("Youtu", sizes)
+    ours, prompts = TransformersTarget(copy.deepcopy(theirs).to(device)), torch.randint(1, VOCAB, (2, 9))
+    assert ours.kv_shape == KVShape(3, 4, 16)
+    expected = theirs.generate(prompts, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(prompts))
+    engine = EAGLEInference(ours, ours, EAGLEConfig(topk=2, num_steps=3, num_draft_tokens=6, page_size=4))
+    assert engine.generate(prompts, 8).output_ids == expected[:, 9:].tolist()
+
+
 @pytest.mark.slow
 def test_a_native_family_through_the_adapter(tmp_path, device):
     make("Llama", {}).save_pretrained(tmp_path)
