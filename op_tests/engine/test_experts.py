@@ -129,7 +129,7 @@ def test_wide_routers_stay_wide(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "kimi_k2", "glm moe lite", "glm4, a quarter turns"])
 def test_steps_are_captured(family, tmp_path, device):
     """Chains and trees of the model's own guesses in CUDA graphs have the text of plain eager steps."""
     target = load_target(folder_of(family, tmp_path), device)
