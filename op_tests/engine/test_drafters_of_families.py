@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 pytest.importorskip("transformers")
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from op_tests.engine import dflash_folders, heads
+from op_tests.engine import dflash_folders, heads, latent_heads
 from op_tests.engine.deepseek import write_with_modules
 from op_tests.engine.drafting import PROMPTS
 from op_tests.engine.ernie import write_with_module
@@ -48,6 +48,7 @@ STREAMS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for l
 KINDS = {
     "EAGLE-1": (lambda folder, _: heads.write_official(folder, heads.eagle1_tensors()), TREE),
     "EAGLE-3": (lambda folder, _: heads.write_specforge(folder, heads.eagle3_tensors()), TREE),
+    "EAGLE-3 of latents": (lambda folder, _: latent_heads.write(folder), TREE),
     "P-EAGLE": (lambda folder, _: write_peagle(folder, **STREAMS), TREE),
     "DFlash": (lambda folder, _: dflash_folders.write(folder), TREE),
     "Medusa": (lambda folder, _: write_medusa(folder, medusa_tensors()), TREE),

@@ -201,11 +201,11 @@ class DecoderConfig:
             known = ", ".join(FAMILIES)
             raise ModelError(f"config.json: model_type={shown(model_type)} is not implemented (only {known})")
         family = FAMILIES[model_type]
-        has_experts = issubclass(family.feed_forward, Experts)
-        is_latent = issubclass(family.attention, LatentQuery)
-        if reader == "heads" and not (has_plain_layers(model_type) or is_latent):
+        is_head = reader == "heads"
+        if is_head and not (has_plain_layers(model_type) or issubclass(family.attention, LatentQuery)):
             raise ModelError(f"config.json: model_type={shown(model_type)} is not implemented for {reader}")
-        own = (*family.defaults, *(family.feed_forward.count_keys if has_experts else ()))
+        feed_forward_kind = Gated if is_head else family.feed_forward  # a head's layer never has experts
+        own = (*family.defaults, *getattr(feed_forward_kind, "count_keys", ()))
         config = config | present(rope_section(config)[1], ["partial_rotary_factor"])
         check_implemented(config, {name: only for name, only in _IMPLEMENTED.items() if name not in own})
         defaults = {name: getattr(cls, name) for name in ("rms_norm_eps", "max_position_embeddings")} | family.defaults
@@ -214,6 +214,6 @@ class DecoderConfig:
         config |= _PLAIN | stated_options | family.always | options
         kinds = dict.fromkeys(("attention", "feed_forward", "rope"))
         values = field_values(cls, config, **kinds)  # first of all, what is missing is named
-        attention, feed_forward = family.attention.read(config, reader), family.feed_forward.read(config)
+        attention, feed_forward = family.attention.read(config, reader), feed_forward_kind.read(config)
         rope = RopeConfig.from_dict(config, attention.rotary_size)
         return values | {"attention": attention, "feed_forward": feed_forward, "rope": rope}

@@ -5,6 +5,10 @@ Auxiliary layer ids inside `eagle_config` (SpecForge, ModelOpt) name the layers 
 output of layer i - 1, so the conventions differ by one. A head that reads the wrong streams still gives correct text,
 only more slowly. The official files name no layers. `d2t` holds offsets in every format that has it.
 
+Heads with latent attention (`Eagle3DeepseekV2ForCausalLM`) have both conventions inside `eagle_config`: TorchSpec and
+ModelOpt write layers, which TorchSpec exports for vLLM as indices. The first layer that a trainer takes is 1, and so
+ids that begin with another one are indices, as in SGLang's deepseek_v2.py.
+
 `norm_output` has the meaning that SGLang and vLLM give it: the head feeds back its output after the final norm.
 """
 
@@ -62,7 +66,7 @@ _SYNONYMS = {"truncated_vocab_size": "draft_vocab_size", "use_aux_norm": "fc_nor
              "fusion_bias": "fc_bias", "bias": "fc_bias"}  # fmt: skip
 
 # Options that trainers can write, with the one value that is implemented.
-_IMPLEMENTED = {"num_hidden_layers": 1, "logit_scale": 1.0, "layernorms": False}
+_IMPLEMENTED = {"num_hidden_layers": 1, "logit_scale": 1.0, "layernorms": False, "use_moe": False}
 
 # Options of `eagle_config` that only ModelOpt writes.
 _MODELOPT = {"use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1}
@@ -280,11 +284,17 @@ def flatten(config: dict[str, Any], kind: str) -> dict[str, Any]:
     return values
 
 
+def _is_latent(config: dict[str, Any]) -> bool:
+    """Returns whether a head's architecture is that of latent attention."""
+    return any("deepseek" in name.lower() for name in _architectures(config))
+
+
 def _family_of(config: dict[str, Any], values: dict[str, Any]) -> str:
     """Returns the family of a head's layer, which its architecture names; model_type may be the target's."""
     declared = read_model_type(values)
     for name in _architectures(config):
         family = re.sub("p?eagle3?|forcausallm|speculator|draftmodel|model", "", name.lower())
+        family = family.replace("deepseekv", "deepseek_v")
         if family in FAMILIES:
             return family
         if not family and not has_plain_layers(declared):  # of speculators, or one that every family has
@@ -303,6 +313,8 @@ def written_aux_layers(config: dict[str, Any]) -> AuxLayers:
         raise ModelError(f"config.json: {LAYER_IDS} must be a list of integers, got {shown(ids)}")
     if len(ids) > MOST_LAYERS:
         raise ModelError(f"config.json: {LAYER_IDS} must be a list of at most {MOST_LAYERS} integers, got {shown(ids)}")
+    if offset and ids[0] != 1 and _is_latent(config):
+        offset, meaning = 0, "hidden_states"
     if inside is not None and beside not in (None, inside, [layer + offset for layer in inside]):
         raise ModelError(f"config.json: {LAYER_IDS} {shown(beside)} contradicts {shown(inside)} of eagle_config")
     indices = tuple(layer + offset for layer in ids)
@@ -331,6 +343,10 @@ def remarks_on(form: HeadFormat, kind: str, config: dict[str, Any]) -> list[str]
     if form.name == "vLLM speculators" and is_empty(config.get("norm_before_residual")):
         taken = "False is taken, speculators' own default, where vLLM takes True"
         return [f"config.json does not say norm_before_residual: {taken}; write it"]
+    if _is_latent(config):
+        theta = config.get("rope_theta")
+        taken = "is taken as written, as SGLang does; vLLM's class and older versions of TorchSpec take 10000"
+        return [] if theta in (None, 10000) else [f"rope_theta={shown(theta)} {taken}"]
     if form.name == "SpecForge/SGLang" and config.get("norm_output"):
         meaning = "is read as SGLang does, the output is fed back after the final norm"
         return [f"norm_output=True {meaning}; SpecForge's own option of that name is another"]

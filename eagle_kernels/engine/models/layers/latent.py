@@ -23,13 +23,14 @@ from .linear import Linear
 from .norm import RMSNorm
 from .rotary import RopeConfig
 
-# of the norms of latents, whatever rms_norm_eps is: transformers and DeepSeek's own code take their norm's default
+# of the norms of a target's latents, whatever rms_norm_eps is: transformers and DeepSeek's own code take their norm's
+# default. Those of heads have rms_norm_eps in the code that trains them, and in vLLM and SGLang.
 _LATENT_EPS = 1e-6
 
 
 @dataclass(kw_only=True)
 class LatentQuery:
-    """Holds the settings, by Hugging Face's names apart from the last two."""
+    """Holds the settings, by Hugging Face's names apart from the last three."""
 
     hidden_size: int
     num_attention_heads: int
@@ -42,6 +43,7 @@ class LatentQuery:
     rope_interleave: bool = True  # whether pairs that turn are neighbours
     linear: type[Linear] = Linear  # the kind
     sm_scale: float | None = None  # of the scores
+    latent_eps: float = _LATENT_EPS  # of the norms of latents
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -60,9 +62,10 @@ class LatentQuery:
     @classmethod
     def read(cls, config: dict[str, Any], reader: str = "") -> LatentQuery:
         """reader: as for `GroupedQuery.read`."""
-        settings = cls(**field_values(cls, config, sm_scale=None))
-        heads, windows = settings.num_attention_heads, ("sliding_window", "index_topk")
-        check_implemented(config, {"num_key_value_heads": heads} | dict.fromkeys(windows))
+        own = {"latent_eps": config["rms_norm_eps"]} if reader == "heads" else {}
+        settings = cls(**field_values(cls, config, sm_scale=None, **own))
+        heads, others = settings.num_attention_heads, ("sliding_window", "index_topk", "mla_use_nope")
+        check_implemented(config, {"num_key_value_heads": heads} | dict.fromkeys(others))
         rope = RopeConfig.from_dict(config, settings.qk_rope_head_dim)
         if rope.rope_type != "default" and rope.mscale_all_dim is not None and rope.mscale_all_dim > 0:
             growth = 1.0 + 0.1 * rope.mscale_all_dim * math.log(rope.factor) if rope.factor > 1 else 1.0
@@ -109,9 +112,9 @@ class LatentAttention(nn.Module):
         else:
             self.split = [rank, settings.kv_lora_rank, settings.qk_rope_head_dim]
             self.a_proj = settings.linear(input_size, {"q_a_proj": rank, "kv_a_proj_with_mqa": row}, has_bias)
-            self.q_a_layernorm = RMSNorm(rank, _LATENT_EPS)
+            self.q_a_layernorm = RMSNorm(rank, settings.latent_eps)
             self.q_b_proj = settings.linear(rank, of_query, bias=False)
-        self.kv_a_layernorm = RMSNorm(settings.kv_lora_rank, _LATENT_EPS)
+        self.kv_a_layernorm = RMSNorm(settings.kv_lora_rank, settings.latent_eps)
         self.kv_b_proj = settings.linear(settings.kv_lora_rank, self.num_heads * sum(self.sizes), bias=False)
         self.o_proj = settings.linear(self.num_heads * settings.v_head_dim, settings.hidden_size, has_bias)
         self.has_rank = rank is not None
