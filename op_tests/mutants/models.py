@@ -129,7 +129,7 @@ MUTANTS = [
         "layer, self.kv_a_layernorm(latent), rope_key, **", "layer, latent, rope_key, **",
         "op_tests/engine/test_latent_models.py::test_drafts_of_modules_are_those_of_all_rows_computed_anew[DeepseekV3-1-2048]"),
     bug("latents of a head by the norm of a target's", _MODELS + "layers/latent.py",
-        'if reader == "heads" else {}', 'if reader == "" else {}',
+        'config["rms_norm_eps"] if reader == "heads" else _LATENT_EPS', "_LATENT_EPS",
         "op_tests/engine/test_latent_heads.py::test_a_head_equals_the_formula[plain]"),
     bug("half of an accepted latent stays where it was", ENGINE + "batch/kv_pool.py",
         "halves[..., :1, :], halves[..., 1:, :]", "halves[..., :1, :], halves[..., :1, :]",

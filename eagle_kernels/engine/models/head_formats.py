@@ -345,7 +345,7 @@ def remarks_on(form: HeadFormat, kind: str, config: dict[str, Any]) -> list[str]
         return [f"config.json does not say norm_before_residual: {taken}; write it"]
     if _is_latent(config):
         theta = config.get("rope_theta")
-        taken = "is taken as written, as SGLang does; vLLM's class and older versions of TorchSpec take 10000"
+        taken = "is taken as written, as SGLang does; vLLM's class and older versions of TorchSpec may take 10000"
         return [] if theta in (None, 10000) else [f"rope_theta={shown(theta)} {taken}"]
     if form.name == "SpecForge/SGLang" and config.get("norm_output"):
         meaning = "is read as SGLang does, the output is fed back after the final norm"

@@ -62,8 +62,8 @@ class LatentQuery:
     @classmethod
     def read(cls, config: dict[str, Any], reader: str = "") -> LatentQuery:
         """reader: as for `GroupedQuery.read`."""
-        own = {"latent_eps": config["rms_norm_eps"]} if reader == "heads" else {}
-        settings = cls(**field_values(cls, config, sm_scale=None, **own))
+        latent_eps = config["rms_norm_eps"] if reader == "heads" else _LATENT_EPS
+        settings = cls(**field_values(cls, config, sm_scale=None, latent_eps=latent_eps))
         heads, others = settings.num_attention_heads, ("sliding_window", "index_topk", "mla_use_nope")
         check_implemented(config, {"num_key_value_heads": heads} | dict.fromkeys(others))
         rope = RopeConfig.from_dict(config, settings.qk_rope_head_dim)
