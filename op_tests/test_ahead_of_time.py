@@ -7,6 +7,7 @@ import pytest
 from eagle_kernels.runtime.target import SHARED_MEMORY_BYTES
 
 from .harness.ahead_of_time import MAKERS, PATHS, TARGETS, compile_for_targets, module_of_tests
+from .harness.in_flight import overwritten
 
 # What a thread may keep in slow memory: some words that are used once. Tiles that are too large take hundreds of bytes,
 # and no result shows it. An op's test module lists the cases that may have more, as MAY_SPILL.
@@ -45,6 +46,20 @@ def test_every_dtype_and_size_compiles(path):
     assert _check(path, records) == set(TARGETS)
 
 
+def test_what_a_product_may_still_read():
+    """Of four weights of a product, one is written in the next turn; not if the product is awaited before."""
+    loop = """$L__BB0_1: // a loop
+        mov.b32 %r5, %r6;
+        { .reg .b32 low; prmt.b32 low, %r7, %r7, 0x5410; fma.rn.f16x2 %r3, low, low, low; }
+        @%p1 st.shared.v2.b32 [%r9], {%r1, %r2};
+        wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1,%f2,%f3,%f4}, {%r1,%r2,%r3,%r4}, %rd1, %p2, 1, 1, 0;
+        wgmma.commit_group.sync.aligned;
+        wgmma.wait_group.sync.aligned NUMBER;
+        @%p3 bra $L__BB0_1;"""
+    assert overwritten(loop.replace("NUMBER", "1")) == ["fma.rn.f16x2 %r3, low, low, low"]
+    assert overwritten(loop.replace("NUMBER", "0")) == []
+
+
 def _check_cases(path: str, part: str) -> set[str]:
     records = compile_for_targets(path, part)
     refused = {(record["case"], record["target"]) for record in records if "refusal" in record}
@@ -64,5 +79,6 @@ def _check(path: str, records: list[dict]) -> set[str]:
         limit = SHARED_MEMORY_BYTES[record["target"]]
         assert record["shared_bytes"] <= limit, f"{record} exceeds the target's {limit} bytes of shared memory"
         fits = record["spilled_bytes"] <= MOST_SPILLED_BYTES or record["case"] in may_spill
+        assert not record["overwritten"], f"{record} writes what a product may still read"
         assert fits, f"{record} spills more than {MOST_SPILLED_BYTES} bytes a thread"
     return {record["target"] for record in compiled}

@@ -12,7 +12,7 @@ import torch
 from ..runtime import target
 from ..runtime.language import is_interpreting, tl, triton
 from .products import multiply
-from .unpacking import Numbers, scale_of, unpack
+from .unpacking import Numbers, await_products, scale_of, unpack
 
 
 class Format(NamedTuple):
@@ -69,7 +69,8 @@ def add_block(total, words, x, x_scale, numbers, FORMAT: tl.constexpr, ROWS_LEFT
     else:
         weight = unpack(words, numbers, x.dtype, FORMAT)
     if not IS_LATE and FORMAT.X_SCALES == 0:
-        return multiply(x, weight, total) if ROWS_LEFT else multiply(weight, x, total)
+        total = multiply(x, weight, total) if ROWS_LEFT else multiply(weight, x, total)
+        return await_products(total, FORMAT)
     zero = tl.zeros_like(total)
     part = multiply(x, weight, zero) if ROWS_LEFT else multiply(weight, x, zero)
     # fused explicitly: what a compiler fuses may depend on the number of rows
