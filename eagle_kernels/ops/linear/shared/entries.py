@@ -19,8 +19,7 @@ _COLUMNS = _TILE | {"block_output": 32, "column_warps": 8, "late": 1, "prefetche
 _STREAM = _TILE | {"block_output": 128, "blocks": 2, "merged": 1, "late": 1, "prefetched": 1}
 _STREAM_WIDE = _STREAM | _WIDE | {"block_output": 256, "blocks": 1, "num_warps": 8}
 _LARGE = _TILE | {"block_output": 128, "merged": 1, "num_warps": 8}
-# 8 warps: with 16, triton 3.6 gave wrong sums where groups have 32 columns
-_LARGE_WIDE = _LARGE | {"block_row": 128, "block_output": 256}
+_LARGE_WIDE = _LARGE | _WIDE | {"block_output": 256}
 
 
 def entries(bits: int) -> dict[str, tuple[dict, ...]]:
@@ -40,11 +39,10 @@ def entries(bits: int) -> dict[str, tuple[dict, ...]]:
             _STREAM_WIDE | _FEW[32] | most,
             _STREAM | _FEW[32] | {"blocks": 1} | most,
             _STREAM | _FEW[32] | {"blocks": 1, "late": 0} | most,
-            _LARGE_WIDE | _FEW[64] | _WIDE | more,
+            _LARGE_WIDE | _FEW[64] | more,
             _LARGE | _FEW[64] | more,
-            _LARGE | {"max_rows": 256, "block_row": 128} | more,
-            # arithmetic counts, not memory
-            _LARGE_WIDE | more,
+            # twice as many outputs would not fit into registers
+            _LARGE | {"block_row": 128} | more,
         ),
     }
 
