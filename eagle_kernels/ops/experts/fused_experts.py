@@ -34,7 +34,8 @@ ACTIVATIONS = ("silu", "swigluoai")
 # The first entry is taken for weights of this kind (words: quantised ones) that allows the pairs an expert has on
 # average, were they dealt out evenly over the experts that can be touched. down_: of the second product. None of these
 # was measured yet. late: scales of 128 columns are multiplied with sums; a row's bits follow from it, so it is the same
-# in all entries for words, which take fewer bytes of shared memory than weights, but registers to unpack.
+# in all entries for words, which take fewer bytes of shared memory than weights, but registers to unpack. On Hopper
+# fewer than 64 rows of weight (gates and up together) would be multiplied by another instruction, with other bits.
 _FEW = {"words": 0, "most_pairs": 4, "block_pair": 16, "late": 0, "block_output": 32, "block_column": 128,
         "num_warps": 4, "num_stages": 4, "down_block_output": 32, "down_block_column": 128, "down_num_warps": 4,
         "down_num_stages": 4}  # fmt: skip
@@ -57,7 +58,7 @@ TUNING = {
         _FEW | _NARROW, _SOME | _NARROW, _MANY | _NARROW | {"block_pair": 64}, _WORDS | _TWO, _WORDS_MANY | _TWO,
     ),
     "sm_90": (
-        _FEW, _SOME, _MANY | {"num_stages": 4, "down_num_stages": 4},
+        _FEW | {"down_block_output": 64}, _SOME, _MANY | {"num_stages": 4, "down_num_stages": 4},
         _WORDS | {"late": 1, "num_stages": 6, "down_num_stages": 6}, _WORDS_MANY | {"late": 1},
     ),
 }  # fmt: skip

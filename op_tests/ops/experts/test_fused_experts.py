@@ -206,6 +206,13 @@ def test_rows_are_as_they_are_alone(dtype, device):
         assert_equal("fused_experts", f"T = {num_rows}", "output", result, together[:num_rows])
 
 
+def test_one_instruction_for_all_numbers_of_rows():
+    """Hopper's has 64 rows of weight and four warps; with fewer, Triton takes another one, and a row's bits follow."""
+    for entry in module.TUNING["sm_90"]:
+        assert min(2 * entry["block_output"], entry["down_block_output"]) >= 64, entry
+        assert min(entry["num_warps"], entry["down_num_warps"]) >= 4, entry
+
+
 def test_an_expert_given_twice_counts_twice(device):
     values = make(3, 4, 1, 40, 24, torch.float32, device=device)
     twice = values | {name: values[name].expand(-1, 2).contiguous() for name in ("experts", "weights")}

@@ -36,33 +36,33 @@ def _gate_up_kernel(
     FORMAT: tl.constexpr, LOOKUP: tl.constexpr, BLOCK_PAIR: tl.constexpr, BLOCK_OUTPUT: tl.constexpr,
     BLOCK_COLUMN: tl.constexpr, NUM_STAGES: tl.constexpr, ENABLE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies the rows of a block by BLOCK_OUTPUT rows of gates and those of up, and activates."""
+    """Multiplies the rows of a block by BLOCK_OUTPUT rows of gates and those of up, in one product, and activates."""
     await_predecessor(ENABLE_PDL)
     NUM_BLOCKS: tl.constexpr = (SHAPE.INNER + BLOCK_OUTPUT - 1) // BLOCK_OUTPUT
     block = find_block(table, tl.program_id(0) // NUM_BLOCKS, num_pairs, SHAPE.NUM_EXPERTS, LOOKUP, BLOCK_PAIR)
     if not block.is_one:
         return
-    output = tl.program_id(0) % NUM_BLOCKS * BLOCK_OUTPUT + tl.arange(0, BLOCK_OUTPUT)
-    is_output = output < SHAPE.INNER
-    known = tl.minimum(output, SHAPE.INNER - 1)  # which has scales and biases
-    first_row = block.expert.to(tl.int64) * (2 * SHAPE.INNER)
-    gate_row = first_row + (2 * known if SHAPE.IS_INTERLEAVED else known)
-    up_row = gate_row + (1 if SHAPE.IS_INTERLEAVED else SHAPE.INNER)
-    gate_ptrs = find_rows(product.weight, gate_row, SHAPE.HIDDEN, FORMAT)
-    up_ptrs = find_rows(product.weight, up_row, SHAPE.HIDDEN, FORMAT)
+    # rows of gates and of up take turns by eight, so that a thread of the tensor cores has both of an output
+    lane = tl.arange(0, 2 * BLOCK_OUTPUT)
+    output = tl.program_id(0) % NUM_BLOCKS * BLOCK_OUTPUT + lane // 16 * 8 + lane % 8
+    known, is_up = tl.minimum(output, SHAPE.INNER - 1), lane // 8 % 2  # known: which has scales and biases
+    row = block.expert.to(tl.int64) * (2 * SHAPE.INNER)
+    row += 2 * known + is_up if SHAPE.IS_INTERLEAVED else known + is_up * SHAPE.INNER
+    weight_ptrs = find_rows(product.weight, row, SHAPE.HIDDEN, FORMAT)
     x_row_ptrs = product.x + (block.pair // SHAPE.NUM_CHOSEN).to(tl.int64) * stride_x_row * UNIT
-    gate, up = tl.zeros([BLOCK_OUTPUT, BLOCK_PAIR], tl.float32), tl.zeros([BLOCK_OUTPUT, BLOCK_PAIR], tl.float32)
+    total = tl.zeros([2 * BLOCK_OUTPUT, BLOCK_PAIR], tl.float32)
     NUM_TILES: tl.constexpr = (SHAPE.HIDDEN + BLOCK_COLUMN - 1) // BLOCK_COLUMN
     for tile in tl.range(0, NUM_TILES, num_stages=NUM_STAGES):
-        gates = load_weights(gate_ptrs, is_output, tile, SHAPE.HIDDEN, BLOCK_COLUMN, FORMAT)
-        ups = load_weights(up_ptrs, is_output, tile, SHAPE.HIDDEN, BLOCK_COLUMN, FORMAT)
+        weights = load_weights(weight_ptrs, output < SHAPE.INNER, tile, SHAPE.HIDDEN, BLOCK_COLUMN, FORMAT)
         x = load_rows(x_row_ptrs, block.is_pair, tile, SHAPE.HIDDEN, BLOCK_COLUMN)
-        gate = add_tile(gate, gates, x, product, tile, gate_row, stride_numbers, FORMAT)
-        up = add_tile(up, ups, x, product, tile, up_row, stride_numbers, FORMAT)
-    gate, up = finish_sums(gate, product, gate_row, FORMAT), finish_sums(up, product, up_row, FORMAT)
+        total = add_tile(total, weights, x, product, tile, row, stride_numbers, FORMAT)
+    total = finish_sums(total, product, row, FORMAT)
+    pairs = tl.permute(tl.reshape(total, (BLOCK_OUTPUT // 8, 2, 8, BLOCK_PAIR)), (0, 2, 3, 1))
+    gate, up = tl.split(tl.reshape(pairs, (BLOCK_OUTPUT, BLOCK_PAIR, 2)))
     activated = _activate(gate, up, SHAPE).to(product.output.dtype.element_ty)
+    output = tl.program_id(0) % NUM_BLOCKS * BLOCK_OUTPUT + tl.arange(0, BLOCK_OUTPUT)
     output_ptrs = product.output + block.pair.to(tl.int64)[None, :] * SHAPE.INNER + output[:, None]
-    tl.store(output_ptrs, activated, mask=is_output[:, None] & block.is_pair[None, :])
+    tl.store(output_ptrs, activated, mask=(output < SHAPE.INNER)[:, None] & block.is_pair[None, :])
 
 
 def launch_gate_up(op: str, product: Product, shape: Shape, made: Format, blocks: dict, tuned: dict) -> None:
