@@ -25,6 +25,7 @@ class Format(NamedTuple):
     IS_SCALE_BF16: bool  # of groups; else fp16
     IS_EARLY: bool
     IS_ASSEMBLED: bool  # by instructions of NVIDIA
+    IS_AWAITED: bool  # products, as Hopper needs it, see `await_products`
     X_SCALES: int  # x is in 8 bits as well: 1 has a scale a row, 2 one for each block of columns; 0: it is not
 
 
@@ -97,6 +98,7 @@ def of_whole_numbers(
     return constants, scales, zeros
 
 
-def is_assembled(device: torch.device) -> bool:
-    """Returns whether NVIDIA's instructions unpack weights on this device."""
-    return target.architecture(device).startswith("sm_") and not is_interpreting()
+def of_device(device: torch.device) -> dict[str, bool]:
+    """Returns the entries of `Format` that follow from the device."""
+    name = "" if is_interpreting() else target.architecture(device)
+    return {"IS_ASSEMBLED": name.startswith("sm_"), "IS_AWAITED": name == "sm_90"}

@@ -2,7 +2,7 @@
 
 import torch
 
-from ....primitives.quantised import Format, is_assembled, of_whole_numbers
+from ....primitives.quantised import Format, of_device, of_whole_numbers
 from ....runtime import check
 
 # bits, whether they are floats, and the zeros of groups and of whole rows
@@ -91,7 +91,7 @@ def format_of(
     """Returns the constants of a product's kernel, and scales and zero points as it reads them."""
     bits, is_float = _FORMATS[form]
     if scales is None:
-        return Format(bits, False, False, 0, False, False, False, 0), None, None
+        return Format(bits, False, False, 0, False, False, False, False, 0), None, None
     group_size = group_of(form, group_size)
     if form == "fp8":
         constants = {
@@ -102,7 +102,7 @@ def format_of(
         constants, scales, zeros = of_whole_numbers(bits, scales, zeros, group_size)
         constants["IS_FLOAT"] = is_float
     is_early = 0 < constants["GROUP"] < _BLOCK or constants["GROUP"] == _BLOCK and not is_late
-    return Format(IS_ASSEMBLED=is_assembled(device), IS_EARLY=is_early, **constants), scales, zeros
+    return Format(IS_EARLY=is_early, **of_device(device), **constants), scales, zeros
 
 
 def _told(value) -> str:

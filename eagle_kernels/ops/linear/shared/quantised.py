@@ -15,7 +15,7 @@ import torch
 
 from ....primitives.dependent_launch import await_predecessor
 from ....primitives.products import load_tile
-from ....primitives.quantised import Format, add_block, is_assembled, load_numbers
+from ....primitives.quantised import Format, add_block, load_numbers, of_device
 from ....primitives.strides import row_unit
 from ....runtime import target, tuning
 from ....runtime.language import LEAST_DOT_ROWS, next_power_of_2, tl, triton
@@ -207,7 +207,7 @@ def launch_quantised(
         outputs_each = deal_outputs(num_outputs, block_output, num_parts * num_row_blocks, out.device)
     # sums of products of 8 bits have the scales; of a part of a block there are none
     is_early = 0 < constants["GROUP"] < 128 or constants["GROUP"] == 128 and not tuned["late"]
-    made = Format(IS_ASSEMBLED=is_assembled(out.device), IS_EARLY=is_early and not constants["X_SCALES"], **constants)
+    made = Format(IS_EARLY=is_early and not constants["X_SCALES"], **of_device(out.device), **constants)
     unit = row_unit(layer.x)
     arguments = {
         "layer": layer, "num_rows": num_rows, "num_outputs": num_outputs, "outputs_each": outputs_each,
