@@ -79,6 +79,7 @@ def _check(path: str, records: list[dict]) -> set[str]:
         limit = SHARED_MEMORY_BYTES[record["target"]]
         assert record["shared_bytes"] <= limit, f"{record} exceeds the target's {limit} bytes of shared memory"
         fits = record["spilled_bytes"] <= MOST_SPILLED_BYTES or record["case"] in may_spill
-        assert not record["overwritten"], f"{record} writes what a product may still read"
+        assert not record.get("overwritten"), f"{record} writes what a product may still read"
+        assert not record.get("waits"), f"{record} has products that wait for each other"
         assert fits, f"{record} spills more than {MOST_SPILLED_BYTES} bytes a thread"
     return {record["target"] for record in compiled}

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .in_flight import overwritten
+from .in_flight import overwritten, waits_of_ptxas
 
 OPS = Path(__file__).parent.parent.parent / "eagle_kernels" / "ops"
 PATHS = sorted(f"{file.parent.name}.{file.stem}" for file in OPS.glob("*/*.py") if file.stem != "__init__")
@@ -41,7 +41,7 @@ _POINTERS = {
 
 def compile_for_targets(path: str, part: str, cases: str = "ahead_of_time_cases") -> list[dict]:
     """Compiles the op's kernels and returns a record of each: kernel, case, target, and bytes of shared memory and
-    of slow memory for what a thread's registers do not hold; and what `in_flight.overwritten` finds.
+    of slow memory for what a thread's registers do not hold; for Hopper also what `in_flight.py` finds.
 
     part: one of PARTS. cases: the function of the op's test module that yields them. A case that the launcher refuses
     for a target, by NotSupported, is a record with the key "refusal"; all are tried, whatever the part.
@@ -122,7 +122,9 @@ class _Launch(NamedTuple):
         compiled = _compile_source(self.source, self.target, self.options)
         record = {"kernel": self.kernel, "case": self.case, "target": self.target}
         record |= {"shared_bytes": compiled.metadata.shared, "spilled_bytes": _spilled_bytes(compiled)}
-        record["overwritten"] = overwritten(compiled.asm.get("ptx", ""))
+        if self.target == "sm_90":
+            ptx = compiled.asm["ptx"]
+            record |= {"overwritten": overwritten(ptx), "waits": waits_of_ptxas(ptx)}
         return record
 
 

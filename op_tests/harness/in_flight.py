@@ -1,18 +1,35 @@
-"""Finds registers that a loop writes while Hopper's tensor cores may still read an operand from them.
+"""What becomes of Hopper's products that are on their way while the program goes on.
 
-A wgmma that takes its left operand from registers reads them while the program goes on, until it is awaited (PTX ISA,
-wgmma.mma_async). Triton awaits one turn of a loop in the next one, and may by then have written that operand anew.
+A wgmma that takes its left operand from registers reads them until it is awaited (PTX ISA, wgmma.mma_async). Triton
+awaits one turn of a loop in the next one, and may by then have written that operand anew. Where the program needs sums
+too early, ptxas lets each product wait for the one before.
 """
 
 import re
+import subprocess
+import tempfile
 
 _PRODUCT = re.compile(r"wgmma\.mma_async\S* \{[^}]*\}, \{([^}]*)\}")
 _WAIT = re.compile(r"wgmma\.wait_group\S* (\d+)")
 _WRITE = re.compile(r"(?:@!?%p\d+ +)?[a-z]\S*\s+(\{[^}]*\}|%\w+)")
 
 
+def waits_of_ptxas(ptx: str) -> list[str]:
+    """Returns what ptxas says of products of a kernel for sm_90 that wait for each other."""
+    if "wgmma" not in ptx:
+        return []
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name", "sm_90a", "-o", "/dev/null", file.name]
+        words = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return [line for line in words.splitlines() if "serialized" in line]
+
+
 def overwritten(ptx: str) -> list[str]:
-    """Returns the instructions of a kernel's loops that write such registers."""
+    """Returns the instructions of a kernel's loops that write registers that a product may still read."""
     lines = [line.split("//")[0].strip() for line in ptx.splitlines()]
     labels = {line.removesuffix(":"): number for number, line in enumerate(lines) if re.fullmatch(r"\$\w+:", line)}
     found = []

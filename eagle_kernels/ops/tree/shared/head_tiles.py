@@ -58,7 +58,9 @@ def _select_from_head_tiles_kernel(
         weight_row_ptrs, is_token, hidden_row_ptrs, is_row, columns, tl.cdiv(NUM_COLUMNS, BLOCK_COLUMN), first_weight,
         NUM_COLUMNS=NUM_COLUMNS, BLOCK_COLUMN=BLOCK_COLUMN, NUM_STAGES=NUM_STAGES,
     )  # fmt: skip
-    store_best(logits.to(hidden_ptr.dtype.element_ty), is_token, tile, num_tiles, row, is_row, tiles, COUNT=TOPK)
+    # + 0.0: where sums become fp16 at once, ptxas lets each product of the loop wait for the one before
+    logits = (logits + 0.0).to(hidden_ptr.dtype.element_ty)
+    store_best(logits, is_token, tile, num_tiles, row, is_row, tiles, COUNT=TOPK)
 
 
 def tile_size(device: torch.device) -> int:
