@@ -37,13 +37,13 @@ ACTIVATIONS = ("silu", "swigluoai")
 # in all entries for words, which take fewer bytes of shared memory than weights, but registers to unpack. On Hopper
 # fewer than 64 rows of weight (gates and up together) would be multiplied by another instruction, with other bits.
 _FEW = {"words": 0, "most_pairs": 4, "block_pair": 16, "late": 0, "block_output": 32, "block_column": 128,
-        "num_warps": 4, "num_stages": 4, "down_block_output": 32, "down_block_column": 128, "down_num_warps": 4,
+        "num_warps": 4, "num_stages": 4, "down_block_output": 64, "down_block_column": 128, "down_num_warps": 4,
         "down_num_stages": 4}  # fmt: skip
-_SOME = _FEW | {"most_pairs": 24, "block_pair": 32, "block_output": 64, "num_stages": 3, "down_block_output": 64}
+_SOME = _FEW | {"most_pairs": 24, "block_pair": 32, "block_output": 64, "num_stages": 3}
 _MANY = _SOME | {"most_pairs": 2**31, "block_pair": 128, "block_column": 64, "num_warps": 8, "num_stages": 3,
                  "down_block_output": 128, "down_block_column": 64, "down_num_warps": 8,
                  "down_num_stages": 3}  # fmt: skip
-_WORDS = _FEW | {"words": 1, "down_block_output": 64}
+_WORDS = _FEW | {"words": 1}
 _WORDS_MANY = _WORDS | {"most_pairs": 2**31, "block_pair": 64, "num_warps": 8, "num_stages": 3, "block_output": 64,
                         "down_block_output": 128, "down_num_warps": 8, "down_num_stages": 3}  # fmt: skip
 _TWO = {"num_stages": 2, "down_num_stages": 2}
@@ -58,7 +58,7 @@ TUNING = {
         _FEW | _NARROW, _SOME | _NARROW, _MANY | _NARROW | {"block_pair": 64}, _WORDS | _TWO, _WORDS_MANY | _TWO,
     ),
     "sm_90": (
-        _FEW | {"down_block_output": 64}, _SOME, _MANY | {"num_stages": 4, "down_num_stages": 4},
+        _FEW, _SOME, _MANY | {"num_stages": 4, "down_num_stages": 4},
         _WORDS | {"late": 1, "num_stages": 6, "down_num_stages": 6}, _WORDS_MANY | {"late": 1},
     ),
 }  # fmt: skip
