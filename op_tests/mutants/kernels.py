@@ -160,6 +160,8 @@ MUTANTS = [
     bug("parts of experts that are none are added", EXPERTS + "fused_experts.py",
         "is_written = is_column & (expert >= 0) & (expert < SHAPE.NUM_EXPERTS)", "is_written = is_column",
         *of("fused_experts", "test_experts_that_are_none")),
+    bug("gates that are taken for up", EXPERTS + "shared/gate_up.py",
+        "lane // 8 % 2", "1 - lane // 8 % 2", *of("fused_experts", "test_the_clamp_of_gpt_oss")),
     bug("gates of gpt-oss clamped on both sides", EXPERTS + "shared/gate_up.py",
         "gate = tl.where(gate > SHAPE.LIMIT, SHAPE.LIMIT, gate)",
         "gate = tl.where(gate > SHAPE.LIMIT, SHAPE.LIMIT, tl.where(gate < -SHAPE.LIMIT, -SHAPE.LIMIT, gate))",
