@@ -18,12 +18,13 @@ def waits_of_ptxas(ptx: str) -> list[str]:
     """Returns what ptxas says of products of a kernel for sm_90 that wait for each other."""
     if "wgmma" not in ptx:
         return []
-    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
+    ptxas = get_ptxas(*[90][: get_ptxas.__code__.co_argcount]).path  # triton 3.4 has one for all GPUs
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name", "sm_90a", "-o", "/dev/null", file.name]
+        command = [ptxas, "-v", "--gpu-name", "sm_90a", "-o", "/dev/null", file.name]
         words = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return [line for line in words.splitlines() if "serialized" in line]
 
