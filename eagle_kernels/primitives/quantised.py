@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..runtime import target
-from ..runtime.language import is_interpreting, tl, triton
+from ..runtime.language import KEEPS_OPERANDS, is_interpreting, tl, triton
 from .products import multiply
 from .unpacking import Numbers, await_products, scale_of, unpack
 
@@ -25,7 +25,7 @@ class Format(NamedTuple):
     IS_SCALE_BF16: bool  # of groups; else fp16
     IS_EARLY: bool
     IS_ASSEMBLED: bool  # by instructions of NVIDIA
-    IS_AWAITED: bool  # products, as Hopper needs it, see `await_products`
+    IS_AWAITED: bool  # products, where Hopper needs it, see `await_products`
     X_SCALES: int  # x is in 8 bits as well: 1 has a scale a row, 2 one for each block of columns; 0: it is not
 
 
@@ -101,4 +101,4 @@ def of_whole_numbers(
 def of_device(device: torch.device) -> dict[str, bool]:
     """Returns the entries of `Format` that follow from the device."""
     name = "" if is_interpreting() else target.architecture(device)
-    return {"IS_ASSEMBLED": name.startswith("sm_"), "IS_AWAITED": name == "sm_90"}
+    return {"IS_ASSEMBLED": name.startswith("sm_"), "IS_AWAITED": name == "sm_90" and not KEEPS_OPERANDS}

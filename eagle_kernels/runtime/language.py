@@ -125,6 +125,8 @@ if MISSING is None:
     HAS_WIDE_PRODUCT = _version(triton) >= (3, 5)
     # ... nor products on the tensor cores with fewer rows or columns
     LEAST_DOT_ROWS = 8 if _version(triton) >= (3, 5) else 16
+    # 3.6 lets a loop write registers that Hopper's products still read (`unpacking.await_products`), 3.9 does not
+    KEEPS_OPERANDS = _version(triton) >= (3, 9)
     constexpr_function = _constexpr_function if _version(triton) < (3, 5) else triton.constexpr_function
     if is_interpreting():
         _splat_by_type()
@@ -134,7 +136,7 @@ else:
     if "not installed" not in MISSING:
         warnings.warn(f"eagle_kernels: kernels cannot run: they need {MISSING}", stacklevel=2)
     triton = tl = TensorDescriptor = _StandIn()
-    HAS_DEPENDENT_LAUNCH = HAS_WIDE_PRODUCT = True  # unused: every launch raises, with the reason
+    HAS_DEPENDENT_LAUNCH = HAS_WIDE_PRODUCT = KEEPS_OPERANDS = True  # unused: every launch raises, with the reason
     LEAST_DOT_ROWS = 8
 
     def constexpr_function(function):
