@@ -1,7 +1,6 @@
 """Several drafts in one engine, of which adaptive="auto" takes what is fastest; texts do not depend on the choice."""
 
 import json
-import random
 import shutil
 from collections import Counter
 
@@ -15,47 +14,10 @@ from eagle_kernels.engine.step.choice import Fastest
 from eagle_kernels.tools.cli.main import main
 from op_tests.engine import dflash_folders, heads
 from op_tests.engine.methods import SIZES
-from op_tests.engine.prophets import LENGTH, PROMPT, Prophet, planted_ms
-from op_tests.engine.toys import (
-    DEVICE,
-    MaskedDraft,
-    MaskedHead,
-    RowWalker,
-    Walker,
-    WalkerBlock,
-    WalkerHead,
-    WalkerModules,
-    random_head,
-    random_llama,
-    write_decoder,
-)  # fmt: skip
+from op_tests.engine.prophets import LENGTH, PROMPT, planted_ms
+from op_tests.engine.several import PROMPTS, at_random, check_drafts, drafts_for, engine_of, prophets
+from op_tests.engine.toys import DEVICE, RowWalker, Walker, random_head, random_llama, write_decoder
 from op_tests.engine.view import View
-
-COIN = random.Random(4)
-PROMPTS = [[COIN.randrange(18) for _ in range(COIN.choice((1, 3, 12)))] for _ in range(4)]
-TREE = {"adaptive": "auto", "topk": 3, "num_steps": 4, "num_draft_tokens": 10}
-
-
-def drafts_for(target, *names) -> dict:
-    """A draft of each kind, or of those named."""
-    sizes = {**SIZES, "device": target.device}
-    made = {
-        "head": lambda: WalkerHead(**sizes, seed=1), "model": lambda: Walker(**sizes, seed=2),
-        "modules": lambda: WalkerModules(3, **sizes, seed=3), "masks": lambda: MaskedDraft(**sizes, seed=4),
-        "masks head": lambda: MaskedHead(**sizes, seed=5), "block": lambda: WalkerBlock(**sizes, seed=6, of=target),
-    }  # fmt: skip
-    return {name: made[name]() for name in names or made}
-
-
-def engine_of(*names, kind=RowWalker, device=DEVICE, **options):
-    target = kind(**SIZES, device=device)
-    return EAGLEInference(drafts_for(target, *names), target, EAGLEConfig(**TREE | options))
-
-
-def at_random(monkeypatch, seed=0):
-    """Lets steps be of any kind."""
-    coin = random.Random(seed)
-    monkeypatch.setattr(Fastest, "choose", lambda choice, num_rows: coin.randrange(choice._count))
 
 
 @pytest.mark.cross
@@ -80,47 +42,13 @@ def test_who_has_rested_drafts_as_if_it_had_not(name, tmp_path, monkeypatch):
     else:
         target = RowWalker(**SIZES)
         drafts = drafts_for(target)
-    own_tree = {"topk": 1, "num_steps": 3, "num_draft_tokens": 4} if name == "modules" else {}
-    engines = [
-        EAGLEInference(given, target, EAGLEConfig(**TREE | own))
-        for given, own in ((drafts, {}), (drafts[name], own_tree))
-    ]
     at_random(monkeypatch, seed=1)
-    numbers = list(drafts).index(name), 0
-    found = [drafts_by_place(engine, number, monkeypatch) for engine, number in zip(engines, numbers)]
-    both = found[0].keys() & found[1].keys()
-    assert len(both) > 5
-    assert all(found[0][key] == found[1][key] for key in both)
 
+    def run(engine):
+        for _ in range(4):
+            engine.generate(PROMPTS[:2], 60, seeds=[7, 8])
 
-def drafts_by_place(engine, number, monkeypatch) -> dict:
-    """What a draft proposes in some generations, by tree, request and length."""
-    engine.generate(PROMPTS[:2], 2)
-    proposed = {}
-
-    def watch(stepper):
-        propose, config = stepper.drafter.propose, stepper.config
-
-        def watched(batch):
-            made = propose(batch)
-            tokens = made.tree.draft_tokens.view(len(batch), -1).tolist()
-            places = zip(batch.seeds.tolist(), batch.lengths.tolist())
-            for place, drafts in zip(places, tokens):
-                proposed[(config.topk, config.num_steps, config.num_verify_tokens, *place)] = drafts
-            return made
-
-        monkeypatch.setattr(stepper.drafter, "propose", watched)
-
-    for runner in View(engine).plan.runners[1:]:
-        if runner.stepper.own.number == number:
-            watch(runner.stepper)
-    for _ in range(4 if len(engine.session.drafts) > 1 else 2):
-        engine.generate(PROMPTS[:2], 60, seeds=[7, 8])
-    return proposed
-
-
-def prophets(target, text, rights):
-    return {name: Prophet(text, target.vocab_size, is_right, target.device) for name, is_right in rights.items()}
+    assert check_drafts(drafts, name, target, {}, run, monkeypatch) > 5
 
 
 @pytest.fixture(scope="module")
