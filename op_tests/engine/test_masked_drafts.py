@@ -93,7 +93,7 @@ def test_drafts_are_those_of_the_text_alone(kind, tree, chunk, policy, device, m
     engine, oracle = watched(kind, config, device, monkeypatch)
     drafting.come_and_go(engine)
     assert oracle.num_checked > 10
-    assert isinstance(View(engine).plan.readers[0], ParallelReader)
+    assert isinstance(View(engine).plan.readers[0].reader, ParallelReader)
 
 
 @pytest.mark.parametrize("kind", PAIRS)
@@ -134,7 +134,7 @@ def test_one_level_needs_no_masks(device):
     target, draft = pard(device)
     engine = EAGLEInference(draft, target, EAGLEConfig.chain(1))
     engine.generate(drafting.PROMPTS[0], 2)
-    assert isinstance(View(engine).plan.readers[0], ModelReader)
+    assert isinstance(View(engine).plan.readers[0].reader, ModelReader)
 
 
 def test_folders_of_language_models(tmp_path, caplog):

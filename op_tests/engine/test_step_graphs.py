@@ -39,7 +39,7 @@ class StandInStepper:
     def __init__(self):
         self.target = SimpleNamespace(device=torch.device("cpu"), hidden_size=1)
         self.error: Exception | None = None
-        self.resting = [self]
+        self.resting, self.own = [self], None
 
     def step(self, *_):
         if self.error is not None and StandInGraph.is_capturing:
@@ -108,7 +108,7 @@ def test_what_has_been_captured_has_run(stand_in):
 
 def test_graphs_share_a_stream(stand_in):
     for num_rows in (1, 2, 4):
-        stand_in.warm_up(num_rows, PLAIN)
+        stand_in.warm_up(num_rows, PLAIN, places=[0])
     assert len(StandInGraph.streams) == 3 + 2 * 3 and len(set(StandInGraph.streams)) == 1
 
 
@@ -121,6 +121,19 @@ def test_a_broken_capture_leaves_nothing_to_the_next(stand_in):
     stand_in.run(1, PLAIN)
     broken, whole = StandInGraph.streams
     assert broken is not whole
+
+
+@pytest.mark.parametrize("own", [None, 0, 1])
+def test_graphs_of_drafts_that_rest_are_freed(stand_in, own):
+    """Those of their steps, whose memory takes no new ones then, or those by which they catch up in plain steps."""
+    stand_in.stepper.own = None if own is None else SimpleNamespace(number=own)
+    stand_in.stepper.resting *= 2
+    stand_in.warm_up(1, PLAIN, places=[0, 1])
+    stand_in.free([0])
+    assert stand_in.has_run(1, PLAIN) == (own != 0)
+    assert {place for *_, place in stand_in._catch_ups} == ({1} if own is None else {0, 1})
+    stand_in.run(1, PLAIN)
+    assert len(set(StandInGraph.streams)) == 1 + (own == 0)
 
 
 def test_want_of_memory_while_capturing_is_called_so(stand_in):

@@ -6,6 +6,10 @@ _MODELS = ENGINE + "models/"
 _DRAFTERS = ENGINE + "drafters/"
 _SEVERAL = "op_tests/engine/test_several_drafts.py::test_"
 _RESTED = _SEVERAL + "who_has_rested_drafts_as_if_it_had_not"
+_CHOICE, _ROSTER, _SCHEDULER = ENGINE + "step/choice.py", ENGINE + "step/roster.py", ENGINE + "serve/scheduler.py"
+_RESTING = "op_tests/engine/test_resting_drafts.py::test_"
+_TRIED, _LONG = _RESTING + "who_has_rested_is_tried_again", _RESTING + "who_has_rested_for_long_drafts_as_if_it_had_not"
+_FREE = _RESTING + "a_draft_that_rests_costs_nothing"
 _FORMULA = "op_tests/engine/test_decoder_formula.py::test_"
 
 _LEARNT = "op_tests/lab/test_train_kinds.py::test_a_text_that_is_learnt_by_heart_is_drafted_whole"
@@ -33,6 +37,42 @@ MUTANTS = [
     bug("times of one draft as bounds for another", ENGINE + "step/choice.py",
         "(other == 0 or self._kinds[other] == self._kinds[number])", "True",
         _SEVERAL + "a_draft_is_not_judged_by_the_times_of_another"),
+    bug("a draft that rests reads prompts", ENGINE + "serve/prompts.py",
+        "if each.number in part.row.drafts]", "]", _FREE),
+    bug("a draft that rests keeps up", _SCHEDULER,
+        "for each in self.plan.readers:", "for each in self.plan.plain.resting:", _FREE),
+    bug("catch-ups in steps by which nobody catches up", ENGINE + "serve/warmup.py",
+        "if number == 0 else ()", "if number == 0 else [0]", _FREE),
+    bug("graphs of a draft that rests are kept", ENGINE + "step/runner.py",
+        "            self._graphs.clear()\n            self._have_run.clear()\n", "", _FREE,
+        "op_tests/engine/test_step_graphs.py::test_graphs_of_drafts_that_rest_are_freed"),
+    bug("prompts that are shared with a draft that has not read them", ENGINE + "serve/reading.py",
+        "first, prompt = self._plan.readers,", "first, prompt = self._plan.plain.resting,", _LONG + "[head]"),
+    bug("texts that a draft has missed count as read", _SCHEDULER,
+        "row.drafts.discard(number)", "pass", _LONG + "[head]"),
+    bug("tokens that a draft has missed count as kept", _SCHEDULER,
+        ".num_behind[row.index] = 0", ".num_behind[row.index] += 0", _LONG + "[head]"),
+    bug("means that are taken for sure", _CHOICE, "SURE = 3.0", "SURE = 0.0", _RESTING + "who_may_win_never_rests"),
+    bug("a draft that nobody has tried is judged", _CHOICE,
+        "if self.steps[number] < TOKEN_STEPS:", "if self.steps[number] < 1:", _RESTING + "a_bad_start_decides_nothing"),
+    bug("rare batches count as much as others", _ROSTER,
+        "max(PROBE_AFTER, PROBE_SHARE * self._num_steps)", "PROBE_AFTER",
+        _RESTING + "batches_that_are_rare_or_have_no_drafts_count_for_nothing"),
+    bug("batches without drafts count for drafts", _CHOICE,
+        "size > _size_class(self._most_rows)", "size < 0",
+        _RESTING + "batches_that_are_rare_or_have_no_drafts_count_for_nothing"),
+    bug("a draft is tried often where nothing has changed", _ROSTER,
+        "TRY_AFTER if outlook.most < outlook.mean else SOON_AFTER", "SOON_AFTER", _TRIED),
+    bug("a draft is tried seldom where texts have changed", _ROSTER,
+        "TRY_AFTER if outlook.most < outlook.mean else SOON_AFTER", "TRY_AFTER", _TRIED),
+    bug("a draft that is tried again is judged by old texts", _CHOICE,
+        "        self._tokens.forget(numbers)\n", "        self._tokens.resting -= {*numbers}\n        return\n",
+        _TRIED),
+    bug("a draft drafts before it has read all texts", _ROSTER,
+        "elif draft in known:", "else:", _TRIED),
+    bug("a draft is judged by longer texts of smaller batches", _CHOICE,
+        "self._least_ms[key] if key in timed else ", "",
+        _RESTING + "times_of_smaller_batches_bound_only_what_has_none"),
     bug("chains for every one of several drafts", ENGINE + "config/several_drafts.py",
         "else min(config.topk, draft.draft_vocab_size - 1)", "else 1",
         _SEVERAL + "each_kind_has_the_trees_that_it_can_draft"),

@@ -37,6 +37,7 @@ class Row:
     number: int  # of the admission
     # [1, max_pages]; copied into the batch only once the row runs, since rows that do not run must write no keys
     block_table: Tensor | None = None
+    drafts: set[int] = field(default_factory=set)  # numbers of those that read its text
     num_read: int = 0
     num_shared: int = 0  # tokens that others have read
     is_running: bool = False
@@ -155,7 +156,9 @@ def take_parts(stepper: Stepper, state: BatchState, parts: Sequence[ReadPart]) -
             place = row.index, row.block_table, tokens, part.features, row.num_read, row.num_shared
             read.append(PromptPart(*place, part.is_last))
         for each in stepper.resting:
-            each.read_prompts(state, read)
+            own = [prompt for prompt, part in zip(read, parts) if each.number in part.row.drafts]
+            if own:
+                each.read_prompts(state, own)
     for part, scored in zip(parts, scores):
         part.row.scores += scored
     if ended:

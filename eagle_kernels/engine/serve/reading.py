@@ -122,12 +122,12 @@ class Reading:
             return Prefix(())
         readers, first, prompt = self._plan.readers, request.params.logprob_start_len, request.prompt
         most = len(prompt) if first is None else max(first, 1) - 1  # from there on logits are wanted
-        ahead, unit = max((each.ahead for each in readers), default=0), 1
+        ahead, unit = max((each.reader.ahead for each in readers), default=0), 1
         is_deterministic = self._plan.plain.config.deterministic
         if is_deterministic:  # bits depend on where prompts are cut: whole chunks have the same in all of them
             unit, past = math.lcm(self._prefill_chunk, self._state.target_pool.page_size), max(ahead, 1)
             prompt = prompt[: (len(prompt) - past) // unit * unit + past]
-        kind = is_deterministic, *((type(each), each.ahead) for each in readers)
+        kind = is_deterministic, *((each.number, type(each.reader), each.reader.ahead) for each in readers)
         return Prefix(prompt, kind, ahead, most - most % unit, unit)
 
     @property

@@ -180,6 +180,7 @@ class Scheduler:
         pages = self.pages.take(self.reading.prefix(request), self._pages_for(request))
         index = self._rows.index(None)
         row = self._rows[index] = Row(request, pages, index, self._num_admitted)
+        row.drafts.update(each.number for each in self.plan.readers)
         self._num_admitted += 1
         with self._failing_alone(row):
             device, padding = self.state.lengths.device, [-1] * (self.state.block_table.shape[1] - len(pages.ids))
@@ -260,6 +261,8 @@ class Scheduler:
         features = Features.of([row.request.params for row in rows])
         if self.plan.feed is not None:
             self.plan.feed.send([(row.index, row.request) for row in rows])
+        if self.plan.roster.is_due():
+            self._review_drafts()
         while True:
             prompt_tokens = reading.joint_size(parts)
             number = self.plan.choice_beside(prompt_tokens).choose(num_rows) if is_speculating else 0
@@ -295,11 +298,21 @@ class Scheduler:
     def _catch_up(self, num_rows: int, stepper: Stepper) -> None:
         """Lets draft models read what they missed while they rested: the one whose drafts are wanted, and those for
         which what the step may bring could not be kept."""
-        for place, each in enumerate(self.plan.plain.resting):
-            is_wanted, missed = each is stepper.own, self._num_missed[place]
+        for each in self.plan.readers:
+            is_wanted, missed = each is stepper.own, self._num_missed[each.number]
             if missed and (is_wanted or missed + stepper.num_steps + 1 > each.room):
-                self.plan.runners[0].catch_up(num_rows, is_wanted, place)
-                self._num_missed[place] = 0
+                self.plan.runners[0].catch_up(num_rows, is_wanted, each.number)
+                self._num_missed[each.number] = 0
+
+    def _review_drafts(self) -> None:
+        """Lets drafts rest for long, and others read again: what joins from now on, as they have missed the rest."""
+        rows = [row for row in self._rows if row is not None]
+        for number in self.plan.review(set.intersection(*(row.drafts for row in rows))):
+            self._num_missed[number] = 0
+            for row in rows:
+                if row.is_running:
+                    row.drafts.discard(number)
+                    self.state.drafts[number].num_behind[row.index] = 0
 
     def drain(self) -> None:
         """Reads the launches that are left once all requests have ended."""

@@ -89,7 +89,8 @@ def warm_up(
 def warm_steps(scheduler: Scheduler, mixtures: Iterable[Features], sizes: Sequence[int]) -> None:
     """Compiles and captures the steps of a scheduler for these sets of features and numbers of rows."""
     plan = scheduler.plan
-    for number, runner in enumerate(plan.runners):  # plain steps first, which must fit
+    for number, runner in enumerate(plan.runners):  # plain steps first, which must fit; drafts catch up by their runner
+        places = [each.number for each in plan.readers] if number == 0 else ()
         for features, num_rows in itertools.product(sorted(mixtures), sizes):
             for beside in (None, *scheduler.reading.rows_in_use()):
                 prompt_tokens = 0 if beside is None else beside.num_tokens
@@ -97,7 +98,7 @@ def warm_steps(scheduler: Scheduler, mixtures: Iterable[Features], sizes: Sequen
                 if not choice.fits(number, num_rows):
                     continue
                 try:
-                    least_ms = runner.warm_up(num_rows, features, beside)
+                    least_ms = runner.warm_up(num_rows, features, beside, places)
                 except (ModelError, torch.OutOfMemoryError) as error:
                     if isinstance(error, torch.OutOfMemoryError) and plan.give_up(prompt_tokens, number, num_rows):
                         continue

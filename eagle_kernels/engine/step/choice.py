@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 # A tree is judged after PROBE_STEPS measured steps. A tree that is not in use is measured again for PROBE_STEPS steps
 # after PROBE_AFTER others; later if the time lost by measuring would otherwise exceed PROBE_SHARE of the total.
@@ -28,6 +30,54 @@ TOKEN_ROWS, TOKEN_STEPS = 64, 16
 # A tree that was slower than this share of a smaller tree's speed is not measured as soon as the batch grows, since
 # larger batches make large trees even more expensive.
 HOPELESS = 0.8
+# Tokens per step are known to this many standard errors, once TOKEN_STEPS steps have told.
+SURE = 3.0
+
+
+class Outlook(NamedTuple):
+    """Says how many tokens per millisecond a request gets by a number at most, by the tokens and times that are known,
+    and by the best number in use at least and in the mean."""
+
+    most: float
+    least: float
+    mean: float
+
+
+class Tokens:
+    """Holds what the steps of each number bring a request, in batches of any size.
+
+    mean     tokens per step, averaged as TOKEN_ROWS says
+    error    the square of its standard error
+    resting  the numbers that are left out
+    """
+
+    def __init__(self) -> None:
+        self.mean, self.error = {0: 1.0}, dict[int, float]()
+        self.rows, self.steps = Counter(), Counter()
+        self.resting: set[int] = set()
+
+    def note(self, number: int, num_rows: int, tokens: float) -> None:
+        """Notes the mean number of tokens per request of a step with drafts."""
+        self.rows[number] += num_rows
+        self.steps[number] += 1
+        weight = max(num_rows / self.rows[number], min(1 / TOKEN_STEPS, num_rows / TOKEN_ROWS))
+        change = weight * (tokens - self.mean.get(number, tokens))
+        self.mean[number] = self.mean.get(number, tokens) + change
+        self.error[number] = (1 - weight) ** 2 * self.error.get(number, 0.0) + change**2
+
+    def bounds(self, number: int, most: int) -> tuple[float, float]:
+        """Returns what a step of this number brings at least and at most in the mean; most: whatever is known of it."""
+        if self.steps[number] < TOKEN_STEPS:
+            return 1.0, float(most)
+        margin = SURE * math.sqrt(self.error[number])
+        return max(1.0, self.mean[number] - margin), min(most, self.mean[number] + margin)
+
+    def forget(self, numbers: Collection[int]) -> None:
+        """Forgets what steps of these numbers brought, and lets them rest no longer."""
+        self.resting.difference_update(numbers)
+        for table in (self.mean, self.error, self.rows, self.steps):
+            for number in numbers:
+                table.pop(number, None)
 
 
 class Choice:
@@ -54,7 +104,7 @@ class Choice:
         """Notes what such a step takes at least, as measured without any request."""
 
     def fits(self, number: int, num_rows: int) -> bool:
-        """Returns False if such a step would need more memory than there is."""
+        """Returns False if such a step is not to be taken: its draft rests, or memory does not suffice."""
         return True
 
     def give_up(self, number: int, num_rows: int) -> bool:
@@ -82,18 +132,18 @@ class Fastest(Choice):
     read_bytes   the bytes of weights that a step of this many rows reads, by a call that may wait for the device;
                  None: rows make no difference
     kinds        of each number: the draft model that drafts; only trees of one are compared by their sizes. None: one
-    tokens       by number: tokens per step, and the rows that they were averaged over; None: nothing is known of them
+    tokens       what they bring; None: nothing is known of that
     """
 
     def __init__(
         self, most_tokens: Sequence[int], most_rows: int | None, rows: Sequence[int] | None = None,
-        tokens: tuple[dict[int, float], Counter[int]] | None = None,
+        tokens: Tokens | None = None,
         read_bytes: Callable[[float], float] | None = None, kinds: Sequence[int | None] | None = None,
     ):  # fmt: skip
         super().__init__(())
         self._count, self._most_tokens, self._most_rows, self._rows = len(most_tokens), most_tokens, most_rows, rows
         self._read_bytes, self._kinds = read_bytes, kinds or [None] * len(most_tokens)
-        self._tokens, self._rows_seen = tokens or ({0: 1.0}, Counter())
+        self._tokens = tokens or Tokens()
         # by (batch size class, number): mean, least and expected time, steps timed and noted, steps since it was in use
         self._step_ms: dict[tuple[int, int], float] = {}
         self._least_ms: dict[tuple[int, int], float] = {}
@@ -105,15 +155,14 @@ class Fastest(Choice):
 
     def beside_prompts(self) -> Fastest:
         return Fastest(
-            self._most_tokens, self._most_rows, self._rows, (self._tokens, self._rows_seen), self._read_bytes,
-            self._kinds,
+            self._most_tokens, self._most_rows, self._rows, self._tokens, self._read_bytes, self._kinds,
         )  # fmt: skip
 
     def choose(self, num_rows: int) -> int:
         if self._most_rows is not None and num_rows > self._most_rows:
             return 0
         size = _size_class(num_rows)
-        if self._probe is not None and self._probe[0] == size:
+        if self._probe is not None and self._probe[0] == size and self.fits(self._probe[1], num_rows):
             return self._probe[1]
         fitting = [number for number in range(self._count) if self.fits(number, num_rows)]
         numbers = [number for number in fitting if self._is_warm(size, number) or self._is_due(size)]
@@ -124,6 +173,7 @@ class Fastest(Choice):
             if is_young and not self._is_hopeless(size, number) and self._may_win(size, number):
                 return number
         best = max(numbers, key=lambda number: self._speed(size, number))
+        num_others = self._count - len(self._tokens.resting) - 1
         for number in numbers:
             key = size, number
             self._num_unseen[key] = 0 if number == best else self._num_unseen[key] + 1
@@ -132,7 +182,7 @@ class Fastest(Choice):
             may_win = self._may_win(size, number)
             steps, rest = (PROBE_STEPS, PROBE_AFTER) if may_win else (1, LOSER_AFTER)
             lost_steps = steps * self._lost_steps(size, number, best)
-            if self._num_unseen[key] > max(rest, lost_steps * (self._count - 1) / PROBE_SHARE):
+            if self._num_unseen[key] > max(rest, lost_steps * num_others / PROBE_SHARE):
                 self._num_unseen[key] = 0
                 self._probe = (*key, steps)
                 return number
@@ -143,9 +193,7 @@ class Fastest(Choice):
         key = (_size_class(num_rows), number)
         self._num_seen[key] += 1
         if number:
-            self._rows_seen[number] += num_rows
-            weight = max(num_rows / self._rows_seen[number], min(1 / TOKEN_STEPS, num_rows / TOKEN_ROWS))
-            self._tokens[number] = _mean(self._tokens.get(number, tokens), tokens, weight)
+            self._tokens.note(number, num_rows, tokens)
         if step_ms is not None:
             self._num_timed[key] += 1
             mean_ms, weight = self._step_ms.get(key, step_ms), max(1 / self._num_timed[key], TIME_WEIGHT)
@@ -157,20 +205,55 @@ class Fastest(Choice):
             self._probe = (*key, left) if left else None
 
     def tokens_of(self, number: int) -> float | None:
-        return self._tokens.get(number)
+        return self._tokens.mean.get(number)
 
     def expect(self, number: int, num_rows: int, least_ms: float) -> None:
         self._expected_ms[_size_class(num_rows), number] = least_ms
 
     def fits(self, number: int, num_rows: int) -> bool:
         size = _size_class(num_rows)
-        return size < self._too_large.get(number, size + 1)
+        return number not in self._tokens.resting and size < self._too_large.get(number, size + 1)
 
     def give_up(self, number: int, num_rows: int) -> bool:
         if number:
             size = _size_class(num_rows)
             self._too_large[number], self._probe = min(size, self._too_large.get(number, size)), None
         return number > 0
+
+    def outlooks(self, numbers: Collection[int], num_steps: float) -> list[Outlook]:
+        """Returns how each of these numbers may do at each size of batches that had num_steps steps or more, in steps
+        as short as it has had there, or as `_may_win` allows."""
+        found, steps, timed = [], Counter(), {key for key, count in self._num_timed.items() if count > 1}
+        for (size, _), count in self._num_seen.items():
+            steps[size] += count
+        for size, count in steps.items():
+            if count < num_steps or (self._most_rows is not None and size > _size_class(self._most_rows)):
+                continue
+            used = [number for key, number in timed if key == size and number not in self._tokens.resting]
+            least = max((self._bounds(number)[0] / self._step_ms[size, number] for number in used), default=0.0)
+            mean = max((self._speed(size, number) for number in used), default=0.0)
+            for number in numbers:
+                if size < self._too_large.get(number, size + 1):
+                    key = size, number
+                    least_ms = self._least_ms[key] if key in timed else self._shortest_ms(*key)
+                    most = self._bounds(number)[1] / least_ms if least_ms else math.inf
+                    found.append(Outlook(most, least, mean))
+        return found
+
+    def rest(self, numbers: Collection[int]) -> None:
+        """Leaves these numbers out from now on, also beside prompts."""
+        self._tokens.resting.update(numbers)
+
+    def retry(self, numbers: Collection[int]) -> None:
+        """Tries these numbers as if for the first time: what was known of them is of other texts, and their graphs are
+        gone."""
+        self._tokens.forget(numbers)
+        for table in (self._step_ms, self._least_ms, self._expected_ms, self._num_timed, self._num_seen):
+            for key in [key for key in table if key[1] in numbers]:
+                del table[key]
+
+    def _bounds(self, number: int) -> tuple[float, float]:
+        return self._tokens.bounds(number, self._most_tokens[number])
 
     def _is_free(self, number: int, num_rows: int) -> bool:
         """Returns whether the rows of such a step take little longer than those of a plain one."""
@@ -202,16 +285,18 @@ class Fastest(Choice):
         return False
 
     def _may_win(self, size: int, number: int) -> bool:
-        """Returns whether the number could be the fastest if all its drafts were accepted. Its steps take no less than
-        those of smaller trees, and of smaller batches, have taken. One step alone proves nothing: the machine may have
-        been busy."""
+        """Returns whether the number could be the fastest if all its drafts were accepted."""
+        others = self._tokens.resting.union((number,))
+        speeds = [self._speed(size, other) for other in range(self._count) if other not in others]
+        return self._most_tokens[number] >= max(speeds, default=0.0) * self._shortest_ms(size, number)
+
+    def _shortest_ms(self, size: int, number: int) -> float:
+        """Returns the least that a step may take: no less than those of smaller trees, and of smaller batches, have
+        taken. One step alone proves nothing: the machine may have been busy."""
         known = [(key, ms) for key, ms in self._least_ms.items() if self._num_timed[key] > 1]
         known += self._expected_ms.items()
-        least_ms = max(
-            (ms for (fewer, other), ms in known if fewer <= size and self._is_smaller(other, number)), default=0.0
-        )
-        speeds = [self._speed(size, other) for other in range(self._count) if other != number]
-        return self._most_tokens[number] >= max(speeds, default=0.0) * least_ms
+        times = [ms for (fewer, other), ms in known if fewer <= size and self._is_smaller(other, number)]
+        return max(times, default=0.0)
 
     def _lost_steps(self, size: int, number: int, best: int) -> float:
         """Returns how many of the best steps one of this number loses, given the tokens it brings; 0 if unknown."""
@@ -220,7 +305,7 @@ class Fastest(Choice):
             return 0.0
         if step_ms is None:
             step_ms = best_ms + self._extra_ms(size, number, best)
-        return step_ms / best_ms - self._tokens.get(number, 1.0) / self._tokens.get(best, 1.0)
+        return step_ms / best_ms - self._tokens.mean.get(number, 1.0) / self._tokens.mean.get(best, 1.0)
 
     def _extra_ms(self, size: int, number: int, best: int) -> float:
         """Estimates how much longer than the best step one of this number takes, by the times of a smaller batch."""
@@ -232,7 +317,7 @@ class Fastest(Choice):
 
     def _speed(self, size: int, number: int) -> float:
         step_ms = self._step_ms.get((size, number))
-        return self._tokens.get(number, 1.0) / step_ms if step_ms else 0.0
+        return self._tokens.mean.get(number, 1.0) / step_ms if step_ms else 0.0
 
 
 def _size_class(num_rows: int) -> int:

@@ -1,17 +1,18 @@
 """The kinds of steps that a configuration chooses from, each with its own graphs, and the choice among them."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from ..batch.state import BatchState
 from ..config.eagle_config import EAGLEConfig
+from ..drafters.draft_reader import DraftReader
 from ..drafters.methods import NaiveDrafter, make_drafter, make_readers, trees_of
-from ..drafters.protocol import Reader
 from ..drafters.suffix import SuffixCache, SuffixFeed
 from ..models.causal_draft import CausalDraft
 from ..models.protocol import DraftModel, TargetModel, takes_rows
 from .choice import Choice, Fastest
+from .roster import Roster
 from .runner import StepRunner
 from .stepper import Stepper, Verified
 
@@ -27,6 +28,7 @@ class Candidate(NamedTuple):
             decoding.
         steps: How many steps of the batch were of this kind.
         tokens_per_step: Tokens that such a step brings a request, in the latest steps; None: not known yet.
+        resting: Why the draft rests for now, as one of several that cannot be the fastest; None: it does not.
     """
 
     draft: str | None
@@ -36,6 +38,7 @@ class Candidate(NamedTuple):
     mean_draft_tokens: int | None
     steps: int
     tokens_per_step: float | None
+    resting: str | None = None
 
 
 class StepPlan(NamedTuple):
@@ -46,6 +49,7 @@ class StepPlan(NamedTuple):
     choices: dict[int, Choice]  # choose a runner for each step, by the rows of prompts that it has beside its own
     feed: SuffixFeed | None  # makes the drafts of suffix decoding, on the host; None without suffix decoding
     methods: tuple[str | None, ...]  # the methods of drafting that requests choose from
+    roster: Roster
 
     @property
     def plain(self) -> Stepper:
@@ -76,13 +80,22 @@ class StepPlan(NamedTuple):
             tree = config.topk, config.num_steps, config.num_verify_tokens, config.mean_draft_tokens
             name = str(config.method) if stepper.own is None else draft_names[stepper.own.number]
             kind = (name, *tree) if number else (None, 0, 0, 1, None)
-            found.append(Candidate(*kind, steps, self.choices[0].tokens_of(number)))
+            reason = self.roster.reasons.get(number)
+            found.append(Candidate(*kind, steps, self.choices[0].tokens_of(number), reason))
         return found
 
+    def review(self, known: Collection[int]) -> list[int]:
+        """Lets drafts rest that cannot win, and frees their graphs; see `Roster.review`. Returns those that read
+        again."""
+        resting, reading = self.roster.review(known)
+        for runner in self.runners if resting else ():
+            runner.free(resting)
+        return reading
+
     @property
-    def readers(self) -> list[Reader]:
-        """Returns the readers of the draft models."""
-        return [each.reader for each in self.plain.resting]
+    def readers(self) -> list[DraftReader]:
+        """Returns the readers of the draft models that read prompts and keep up: of those that do not rest for long."""
+        return [each for each in self.plain.resting if each.number not in self.roster.absent]
 
     @property
     def overshoot(self) -> int:
@@ -117,12 +130,15 @@ def plan_steps(
     most_tokens = [min(stepper.num_steps + 1, stepper.mean_nodes) for stepper in steppers]
     runners = tuple(_runner(stepper, state) for stepper in steppers)
     rows = [stepper.mean_nodes for stepper in steppers] if runners[0].uses_graphs else None
-    choice = Choice(table)
+    choices, own = {0: Choice(table)}, {}
     if is_automatic:
         read_bytes = getattr(target, "read_bytes", None)
         kinds = [None if stepper.own is None else stepper.own.number for stepper in steppers]
-        choice = Fastest(most_tokens, config.max_spec_batch, rows, read_bytes=read_bytes, kinds=kinds)
-    return StepPlan(runners, {0: choice}, feed, config.methods)
+        choices[0] = Fastest(most_tokens, config.max_spec_batch, rows, read_bytes=read_bytes, kinds=kinds)
+        for number, draft in enumerate(kinds if len(readers) > 1 else ()):
+            own.setdefault(draft, []).append(number)
+        own.pop(None, None)  # of plain steps
+    return StepPlan(runners, choices, feed, config.methods, Roster(own, choices))
 
 
 def warn_of_eager_steps(target: TargetModel, drafts: Sequence[DraftModel], config: EAGLEConfig) -> None:

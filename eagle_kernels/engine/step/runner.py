@@ -2,7 +2,7 @@
 another one for each number of prompt tokens that a step reads."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import product
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -60,9 +60,12 @@ class StepRunner:
         self._timer: PhaseTimer | None = None
         for each in stepper.resting:
             each.make_room(state)
-        # all graphs share their memory and the stream that they are captured on
-        self._memory = torch.cuda.graph_pool_handle() if use_graphs else None
-        self._stream = torch.cuda.Stream(stepper.target.device) if use_graphs else None
+        self._renew_memory()
+
+    def _renew_memory(self) -> None:
+        """Makes the memory that graphs captured from now on share, and the stream that they are captured on."""
+        self._memory = torch.cuda.graph_pool_handle() if self.uses_graphs else None
+        self._stream = torch.cuda.Stream(self.stepper.target.device) if self.uses_graphs else None
 
     def _kind(self, num_rows: int, features: Features, prompts: PromptRows | None) -> StepKind:
         # without graphs any number of them is as good as another
@@ -99,18 +102,31 @@ class StepRunner:
             )
         self._catch_ups[key].replay()
 
-    def warm_up(self, num_rows: int, features: Features, prompts: PromptRows | None = None) -> float | None:
-        """Compiles and captures whatever the first call of `run` would. Returns the milliseconds of a step without any
-        request, which one with requests takes at least; None without graphs, where the host takes most of them."""
+    def warm_up(
+        self, num_rows: int, features: Features, prompts: PromptRows | None = None, places: Iterable[int] = ()
+    ) -> float | None:
+        """Compiles and captures whatever the first call of `run`, or of `catch_up` at these places, would. Returns the
+        milliseconds of a step without any request, which one with requests takes at least; None without graphs, where
+        the host takes most of them."""
         self._state.sampling.make_room(features)
         if self.uses_graphs:
             self._captured(self._kind(num_rows, features, prompts), prompts)
         with _all_dead(self._state, prompts):
             if not self.uses_graphs:
                 self.run(num_rows, features, prompts)
-            for place, is_wanted in product(range(len(self.stepper.resting)), (True, False)):
+            for place, is_wanted in product(places, (True, False)):
                 self.catch_up(num_rows, is_wanted, place)
             return min(self._replay_ms(num_rows, features, prompts) for _ in range(3)) if self.uses_graphs else None
+
+    def free(self, drafts: Collection[int]) -> None:
+        """Frees the graphs of steps with these drafts and of their catch-ups, once the device is done with them."""
+        synchronize(self.stepper.target.device)
+        if self.stepper.own is None:
+            self._catch_ups = {key: graph for key, graph in self._catch_ups.items() if key[2] not in drafts}
+        elif self.stepper.own.number in drafts:
+            self._graphs.clear()
+            self._have_run.clear()
+            self._renew_memory()  # as memory that all graphs have left takes no new ones
 
     def time_ms(self, num_rows: int, features: Features, lengths: Tensor, block_table: Tensor) -> float:
         """Returns the milliseconds of a step of rows with these lengths and pages, of which nothing is kept."""
@@ -163,8 +179,7 @@ class StepRunner:
             with torch.cuda.device(device), before, torch.cuda.graph(graph, **capture):
                 result = run(True)
         except Exception as error:
-            # a broken capture leaves its memory and stream in an unknown state
-            self._memory, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+            self._renew_memory()  # a broken capture leaves it in an unknown state
             if isinstance(error, torch.OutOfMemoryError):  # its own message says what would help
                 raise
             raise ModelError(

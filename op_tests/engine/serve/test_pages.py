@@ -36,7 +36,12 @@ def reading_of(reader, page_size: int, chunk: int, is_deterministic: bool) -> Re
     state = SimpleNamespace(
         target_pool=SimpleNamespace(page_size=page_size), lengths=SimpleNamespace(device="a device")
     )
-    return Reading(SimpleNamespace(plain=plain, readers=[] if reader is None else [reader]), state, None, {})
+    readers = [] if reader is None else [SimpleNamespace(number=0, reader=reader)]
+    return Reading(SimpleNamespace(plain=plain, readers=readers), state, None, {})
+
+
+def reader_of(row):
+    return next((each.reader for each in row.reading._plan.readers), None)
 
 
 class Row(SimpleNamespace):
@@ -130,7 +135,7 @@ class World:
         return True
 
     def draft_keys(self, row, begin: int, end: int) -> None:
-        reader = next(iter(row.reading._plan.readers), None)
+        reader = reader_of(row)
         if reader is not None:
             again = reader.ahead - 1 if isinstance(reader, Modules) else 0
             rows = range(max(begin - again, row.num_shared), end)
@@ -141,7 +146,7 @@ class World:
         return (row.text[: place + 1], part if row.reading._plan.plain.config.deterministic else None)
 
     def draft_note(self, row, place: int, end: int) -> tuple:
-        reader = next(iter(row.reading._plan.readers), None)
+        reader = reader_of(row)
         return (type(reader), reader.ahead, row.text[: min(place + reader.ahead, end) + 1])
 
     def end(self, row) -> None:
@@ -166,7 +171,7 @@ class World:
             is_known = not isinstance(above, SharedPage) or self.cache._known.get(above.key) is above
             assert is_known
         for row in self.rows:
-            reader, prompt = next(iter(row.reading._plan.readers), None), row.request.prompt
+            reader, prompt = reader_of(row), row.request.prompt
             for place in range(row.num_read):
                 slot = row.held.ids[place // self.size], place % self.size
                 begin = place // self.chunk * self.chunk

@@ -93,7 +93,7 @@ def test_what_fails_only_beside_others_is_no_longer_tried(where, target, draft, 
     """After a layer has written its keys; draws and penalties come once, and nothing is said twice."""
     engine, failed = make(draft, target, max_batch=4 if where == "in a step" else 7), []
     want, (owner, name, fails) = texts(engine, engine.collect), FAILING[where]
-    owner = owner or View(engine).plan.readers[0]
+    owner = owner or View(engine).plan.readers[0].reader
     call = getattr(owner, name)
 
     def failing(*arguments, **options):
@@ -166,7 +166,7 @@ def test_modules_read_again_what_failed_beside_others(target, monkeypatch):
         while sum(row.is_running for row in View(engine).rows) < 2:
             read_prompts(engine)
         state = View(engine).state
-        kept = state.kept[View(engine).plan.readers[0].num_kept]
+        kept = state.kept[View(engine).plan.readers[0].reader.num_kept]
         keys.append([state.draft_pool.k_cache, kept.tokens[:, :2], kept.features[:, :2], state.num_behind])
         assert len(calls) == 12 + 6 * fails
     for one, other in zip(*keys):
