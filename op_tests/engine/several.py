@@ -2,6 +2,8 @@
 
 import random
 
+import torch
+
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.config.several_drafts import fit_tree
 from eagle_kernels.engine.step.choice import Fastest
@@ -54,10 +56,14 @@ def at_random(monkeypatch, seed=0):
     monkeypatch.setattr(Fastest, "choose", choose)
 
 
-def drafts_by_place(engine, number, monkeypatch) -> dict:
-    """Will hold what a draft proposes, by tree, request and length."""
+def drafts_by_place(engine, number, monkeypatch) -> tuple[dict, dict]:
+    """Will hold what a draft proposes, by tree, request and length, and its logits after the root by these two."""
     engine.generate(PROMPTS[:2], 2)
-    proposed = {}
+    proposed, said = {}, {}
+
+    def live_places(batch):
+        rows = zip(batch.seeds.tolist(), batch.lengths.tolist(), batch.is_live.tolist())
+        return [(row, tuple(place)) for row, (*place, is_live) in enumerate(rows) if is_live]
 
     def watch(stepper):
         propose, config = stepper.drafter.propose, stepper.config
@@ -65,23 +71,30 @@ def drafts_by_place(engine, number, monkeypatch) -> dict:
         def watched(batch):
             made = propose(batch)
             tokens = made.tree.draft_tokens.view(len(batch), -1).tolist()
-            places = zip(batch.seeds.tolist(), batch.lengths.tolist(), batch.is_live.tolist())
-            for (*place, is_live), drafts in zip(places, tokens):
-                if is_live:
-                    proposed[(config.topk, config.num_steps, config.num_verify_tokens, *place)] = drafts
+            for row, place in live_places(batch):
+                proposed[(config.topk, config.num_steps, config.num_verify_tokens, *place)] = tokens[row]
             return made
 
         monkeypatch.setattr(stepper.drafter, "propose", watched)
 
-    for runner in View(engine).plan.runners[1:]:
-        if runner.stepper.own.number == number:
-            watch(runner.stepper)
-    return proposed
+    runners = [each for each in View(engine).plan.runners[1:] if each.stepper.own.number == number]
+    for runner in runners:
+        watch(runner.stepper)
+    reader = runners[0].stepper.own.reader
+    start = reader.levels
+
+    def started(batch):
+        levels = start(batch)
+        said.update((place, levels.logits[row].clone()) for row, place in live_places(batch))
+        return levels
+
+    monkeypatch.setattr(reader, "levels", started)
+    return proposed, said
 
 
 def check_drafts(drafts, name, target, options, run, monkeypatch) -> int:
-    """Asserts that one of several drafts proposes what it does in an engine of its own, wherever both do in
-    `run(engine)`; returns the number of these places."""
+    """Asserts that one of several drafts says and proposes what it does in an engine of its own, wherever both do in
+    `run(engine)`; returns the number of places where both draft."""
     config, number = EAGLEConfig(**TREE | options), list(drafts).index(name)
     several = EAGLEInference(drafts, target, config)
     alone = EAGLEInference(drafts[name], target, fit_tree(config, several.draft[number]))
@@ -89,6 +102,8 @@ def check_drafts(drafts, name, target, options, run, monkeypatch) -> int:
     wanted = drafts_by_place(alone, 0, monkeypatch)
     for engine in (several, alone, alone):
         run(engine)
-    both = found.keys() & wanted.keys()
-    assert all(found[key] == wanted[key] for key in both)
-    return len(both)
+    trees, places = (one.keys() & other.keys() for one, other in zip(found, wanted))
+    assert all(found[0][key] == wanted[0][key] for key in trees)
+    for key in places:
+        torch.testing.assert_close(found[1][key], wanted[1][key], rtol=1e-4, atol=1e-4)
+    return len(places)

@@ -16,7 +16,7 @@ from eagle_kernels.engine.step.runner import StepRunner
 from op_tests.engine.engines import steps_known
 from op_tests.engine.methods import SIZES
 from op_tests.engine.prophets import LENGTH, PROMPT, Prophet, planted_ms
-from op_tests.engine.several import at_random, check_drafts, drafts_for
+from op_tests.engine.several import at_random, check_drafts, drafts_for, engine_of
 from op_tests.engine.toys import DEVICE, RowWalker, random_llama
 from op_tests.engine.view import View
 
@@ -223,6 +223,20 @@ def test_changed_texts_wake_it(target, texts, soon):
         assert seen[str(turn)] > 0.8 * seen.total(), seen
 
 
+def test_a_request_that_runs_on_is_read_from_where_it_is(monkeypatch):
+    """By drafts that have missed more of it than is kept for them, and draft only for what joins."""
+    monkeypatch.setattr(Roster, "_outlook", lambda *_: Outlook(0.0, 1.0, 1.0))
+    monkeypatch.setattr(rules, "PROBE_AFTER", 2)
+    monkeypatch.setattr(rules, "TRY_AFTER", 30)
+    monkeypatch.setattr(Fastest, "choose", lambda choice, num_rows: 0)
+    engine = engine_of("head", "model")
+    request = engine.submit([3], SamplingParams(max_new_tokens=90))
+    engine.collect()
+    roster = View(engine).plan.roster
+    assert request.error is None and roster.reasons and not roster.absent
+    assert request.output_ids == engine.generate([3], 90, speculative=False).output_ids
+
+
 # six prompts, most of which begin alike
 BEGINNING = [(7 * place) % 20 for place in range(9)]
 PROMPTS = [BEGINNING + [number] for number in range(3)] + [BEGINNING[:5] + [3], [4], BEGINNING + BEGINNING]
@@ -245,7 +259,7 @@ def test_who_has_rested_for_long_drafts_as_if_it_had_not(name, monkeypatch):
 
     monkeypatch.setattr(Roster, "review", counted)
     monkeypatch.setattr(Roster, "_outlook", lambda *_: Outlook(coin.random() + 0.6, 0.7, 1.0))
-    for rule, value in (("PROBE_AFTER", 2), ("SOON_AFTER", 3), ("TRY_AFTER", 9)):
+    for rule, value in (("PROBE_AFTER", 2), ("SOON_AFTER", 12), ("TRY_AFTER", 24)):
         monkeypatch.setattr(rules, rule, value)
     at_random(monkeypatch)
     monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 1)
@@ -267,4 +281,4 @@ def test_who_has_rested_for_long_drafts_as_if_it_had_not(name, monkeypatch):
     texts = [plain.generate(*each).output_ids for each in zip(PROMPTS, asked)]
     for request in made:
         assert request.output_ids == texts[request.params.seed][: request.params.max_new_tokens]
-    assert min(changes.values()) > 5, changes
+    assert min(changes.values()) > 3, changes
