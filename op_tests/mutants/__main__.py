@@ -12,11 +12,14 @@ kernel = reference does not see the bugs planted in both, so that it was the law
 
 import argparse
 import datetime
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +30,7 @@ from .mutant import ROOT, Mutant, of
 
 COPIED = ("eagle_kernels", "reference", "op_tests", "bench", "pyproject.toml", "README.md")
 SECONDS = 180
+_of_thread = threading.local()
 
 
 def plant(mutant: Mutant, folder: Path) -> None:
@@ -42,20 +46,25 @@ def plant(mutant: Mutant, folder: Path) -> None:
         path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
 
 
+def start_forks() -> None:
+    """Starts the process whose forks run this thread's tests."""
+    command = [sys.executable, Path(__file__).with_name("forks.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    _of_thread.forks = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+
+
 def failures(tests: list[str], folder: Path) -> tuple[list[str], str]:
     """The tests that failed by an assertion there, and what went wrong otherwise ("" for nothing)."""
     report = folder / "report.xml"
     options = ("-q", "-p", "no:cacheprovider", f"--junitxml={report}")
-    command = [sys.executable, "-m", "pytest", *options, *tests]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    try:
-        result = subprocess.run(
-            command, cwd=folder, env=environment, timeout=SECONDS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-    except subprocess.TimeoutExpired:
+    print(json.dumps([str(folder), SECONDS, *options, *tests]), file=_of_thread.forks.stdin)
+    exit_code = int(_of_thread.forks.stdout.readline())
+    if exit_code == -signal.SIGALRM:
         return [], f"still running after {SECONDS} s"
-    if result.returncode not in (0, 1):
-        return [], result.stdout.decode()[-2000:]
+    if exit_code not in (0, 1):
+        return [], (folder / "output.txt").read_text(encoding="utf-8")[-2000:]
     caught = []
     for case in xml.etree.ElementTree.parse(report).getroot().iter("testcase"):
         failure = case.find("failure")
@@ -110,7 +119,7 @@ def main() -> int:
             print(f"{mutant.name} ({mutant.kind})")
         return 0
     begin, num_caught = time.monotonic(), 0
-    with ThreadPoolExecutor(options.jobs) as pool:
+    with ThreadPoolExecutor(options.jobs, initializer=start_forks) as pool:
         for is_caught, text in pool.map(lambda mutant: try_mutant(mutant, options.alike), chosen):
             num_caught += is_caught
             print(text, flush=True)
