@@ -82,3 +82,33 @@ def test_a_scalar_truth_is_a_mask():
     assert out.tolist() == [0, 0, 0, 0]
     _truth_kernel[(1,)](out, 1)
     assert out.tolist() == [1, 2, 3, 0]
+
+
+@triton.jit
+def _numbers_kernel(out_ptr, x_ptr):
+    lane = tl.arange(0, 4)
+    x = tl.load(x_ptr + lane)
+    few, one = tl.load(x_ptr + tl.arange(0, 2)), tl.load(x_ptr)
+    tl.static_assert((x + 100).dtype == tl.int8 and (x.to(tl.int64) + 100).dtype == tl.int64)
+    tl.static_assert((few + 100).shape[0] == 2 and len((one + 100).shape) == 0)
+    tl.static_assert((x + 1).dtype == tl.int8 and (x + 1.0).dtype == tl.float32 and ((x > 0) + 1).dtype == tl.int32)
+    tl.static_assert((x.to(tl.float16) + x.to(tl.float16)).dtype == tl.float16)
+    tl.static_assert((x.to(tl.float16) / x.to(tl.float16)).dtype == tl.float32)
+    tl.store(out_ptr + lane, x + 100)  # beyond 127
+    tl.store(out_ptr + 4 + lane, x.to(tl.int64) + 100)
+    tl.store(out_ptr + 8 + lane, x.to(tl.float32) / 8 + 100)
+    tl.store(out_ptr + 12 + tl.arange(0, 2), few + 100)
+    tl.store(out_ptr + 14, (one + 100) // 100)
+    tl.store(out_ptr + 15, one + (one == 100))
+    tl.store(out_ptr + 16 + lane, (x > 0) + 1)
+    tl.store(out_ptr + 20 + lane, x.to(tl.int64) + 2049)
+    tl.store(out_ptr + 24 + lane, x.to(tl.float16) + 2049)  # which is 2048 there
+
+
+def test_a_number_has_the_type_and_the_shape_of_what_it_meets():
+    """Though it is made once."""
+    out, x = torch.empty(28), torch.tensor([100, 0, -1, 50], dtype=torch.int8)
+    for _ in range(2):
+        _numbers_kernel[(1,)](out.fill_(-1), x)
+        assert out[:12].tolist() == [-56, 100, 99, -106, 200, 100, 99, 150, 112.5, 100, 99.875, 106.25]
+        assert out[12:].tolist() == [-56, 100, 0, 101, 2, 1, 1, 2, 2149, 2049, 2048, 2099, 2148, 2048, 2047, 2098]
