@@ -1,9 +1,12 @@
-"""The interpreter as runtime/interpreter.py leaves it: patched in a launch, restored after it, also after errors."""
+"""The interpreter as runtime/interpreter.py leaves it: patched in a launch, restored after it, also after errors.
+
+And what it shows of addresses."""
 
 import pytest
 import torch
 
 from eagle_kernels.runtime.language import tl, triton
+from op_tests.harness import assert_in_bounds
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is no interpreter on a GPU")
 
@@ -112,3 +115,21 @@ def test_a_number_has_the_type_and_the_shape_of_what_it_meets():
         _numbers_kernel[(1,)](out.fill_(-1), x)
         assert out[:12].tolist() == [-56, 100, 99, -106, 200, 100, 99, 150, 112.5, 100, 99.875, 106.25]
         assert out[12:].tolist() == [-56, 100, 0, 101, 2, 1, 1, 2, 2149, 2049, 2048, 2099, 2148, 2048, 2047, 2098]
+
+
+@triton.jit
+def _read_kernel(out_ptr, x_ptr, y_ptr, place):
+    tl.store(out_ptr, tl.load(x_ptr + place) + tl.load(y_ptr))
+
+
+def test_addresses_outside_all_tensors_are_seen():
+    """The second tensor lies within the first, which goes on behind it."""
+    out, whole = torch.empty(1), torch.arange(16.0)
+    x, y = whole[2:14], whole[4:5]
+    for place in (0, 3, 11):
+        with assert_in_bounds():
+            _read_kernel[(1,)](out_ptr=out, x_ptr=x, y_ptr=y, place=place)
+        assert out.item() == 2 + place + 4
+    for place in (-1, 12):
+        with pytest.raises(AssertionError, match="1 addresses lie in no tensor"), assert_in_bounds():
+            _read_kernel[(1,)](out_ptr=out, x_ptr=x, y_ptr=y, place=place)

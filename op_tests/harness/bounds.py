@@ -23,6 +23,7 @@ def assert_in_bounds():
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     call = GridExecutor.__call__
     spans: list[tuple[str, int, int]] = []
+    firsts = stops = np.empty(0, np.int64)
     outside: list[int] = []
 
     def look(pointers, mask):
@@ -30,9 +31,7 @@ def assert_in_bounds():
         places, mask = (each if isinstance(each, np.ndarray) else each.data for each in (pointers, mask))
         is_wanted = np.broadcast_to(mask.astype(bool), places.shape)
         addresses = places[is_wanted].astype(np.int64)
-        is_inside = np.zeros(addresses.shape, bool)
-        for _, first, stop in spans:
-            is_inside |= (addresses >= first) & (addresses < stop)
+        is_inside = addresses < stops[np.searchsorted(firsts, addresses, side="right")]
         outside.extend(addresses[~is_inside].tolist())
         return is_inside.all()
 
@@ -46,7 +45,11 @@ def assert_in_bounds():
             store(self, pointers, value, mask, *rest)
 
     def looking_call(self, *args, **arguments):
-        spans[:] = [_span(*each) for each in _tensors(arguments)]
+        nonlocal firsts, stops
+        spans[:] = sorted((_span(*each) for each in _tensors(arguments)), key=lambda span: span[1])
+        firsts = np.array([first for _, first, _ in spans], np.int64)
+        # behind the place of an address among the firsts: where the last of the spans that begin before it ends
+        stops = np.maximum.accumulate(np.array([0, *(stop for _, _, stop in spans)], np.int64))
         call(self, *args, **arguments)
         if outside:
             distances = [(min(abs(outside[0] - first), abs(outside[0] - stop)), name) for name, first, stop in spans]
