@@ -126,9 +126,9 @@ def _match_once() -> None:
             return match(self, lhs, rhs, *flags)
         if isinstance(rhs, tensor) and lhs.shape is rhs.shape and lhs.dtype is rhs.dtype and not div_or_mod:
             return lhs, rhs
-        if type(rhs) is not int:
+        if type(rhs) not in (int, float):
             return match(self, lhs, rhs, *flags)
-        key = id(lhs.shape), lhs.dtype.name, rhs, arithmetic_check, div_or_mod
+        key = id(lhs.shape), lhs.dtype.name, repr(rhs), arithmetic_check, div_or_mod
         if key in numbers:
             return lhs, numbers[key]
         new_lhs, new_rhs = match(self, lhs, rhs, *flags)
