@@ -50,7 +50,7 @@ CONTRACT = (
     names(_SRT + "mem_cache.memory_pool.MLATokenToKVPool",
           ("get_kv_buffer", "kv_buffer", "kv_lora_rank", "move_kv_cache", "set_kv_buffer")),
     contains(_SRT + "mem_cache.memory_pool.MLATokenToKVPool.move_kv_cache",  # as cache_locs.py does it in one launch
-             "for kv_cache in self.kv_buffer:\n    kv_cache[tgt_loc_flat] = kv_cache[src_loc_flat]"),
+             "for kv_cache in self.kv_buffer:\n        kv_cache[tgt_loc_flat] = kv_cache[src_loc_flat]"),
     call(_SRT + "mem_cache.memory_pool.MLATokenToKVPool.set_kv_buffer",
          ("self", "layer", "loc_info", "cache_k", "cache_v")),
     contains(_DEEPSEEK + "attention_backend_handler.AttentionBackendRegistry.get_handler",
