@@ -1,4 +1,4 @@
-"""Tables of addresses of caches of keys and values that are no one tensor, for `move_accepted_kv`."""
+"""Tables of the addresses of layers' caches that are separate tensors, for `move_accepted_kv`."""
 
 from collections.abc import Sequence
 
@@ -9,18 +9,18 @@ from ..runtime.calls import refuse_shared, refuse_without_data
 
 
 def cache_addresses(k_caches: Sequence[torch.Tensor], v_caches: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the addresses of the caches of several layers, with which `move_accepted_kv` moves all in one launch.
+    """Returns a table of the addresses of layers' caches, with which `move_accepted_kv` moves all in one launch.
 
-    It is made once, and not while a CUDA graph is captured: it copies to the device. The table keeps no cache alive;
-    whoever holds it must hold the caches, and make it anew where one of them was allocated anew.
+    Make it once, before CUDA graphs are captured, since it is copied to the device. The table keeps no cache alive:
+    hold the caches as long as the table, and make another table when one of them is allocated anew.
 
     Args:
-        k_caches, v_caches: One of each for a layer, [num_pages, page_size, Hkv, D], as `move_accepted_kv` takes them.
-            All of one shape, dtype and device; the keys of one layout, strides and whether they begin at a multiple of
-            16 bytes, the values as well. No two may overlap: of layers that share a cache it is given once.
+        k_caches, v_caches: One of each per layer, [num_pages, page_size, Hkv, D], as `move_accepted_kv` takes them.
+            All have one shape, dtype and device. Keys have the same strides, and all or none of them begin at a
+            multiple of 16 bytes; so do values. No two may overlap: a cache that layers share is given once.
 
     Returns:
-        [2, C] int64 on the caches' device: addresses of C caches of keys, then of those of values.
+        [2, C] int64 on the caches' device: the addresses of C caches of keys, then those of the caches of values.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.

@@ -248,10 +248,10 @@ def _combine(slab, numbers, IS_PRODUCT: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def await_products(total, FORMAT: tl.constexpr):
-    """Returns total [.., ROW, COLUMN], once Hopper's tensor cores have read the weights that it is a sum with.
+    """Returns total [.., ROW, COLUMN], once Hopper's tensor cores have read the weights whose products they add to it.
     They read them from registers while the program goes on. Where the next turn of a loop only adds to total, triton
-    3.6 lets it begin meanwhile, and it unpacks weights into the registers that are still being read: with 16 warps
-    sums were wrong. A use of total in each turn, which is no instruction in the end, makes Triton wait."""
+    3.6 lets that turn begin and unpack weights into registers that are still being read: with 16 warps, sums were
+    wrong. A use of total in each turn, which becomes no instruction in the end, makes Triton wait."""
     if not FORMAT.IS_AWAITED:
         return total
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1)

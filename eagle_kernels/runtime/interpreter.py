@@ -3,9 +3,9 @@
 The interpreter replaces the functions of triton.language by its own when a launch begins and restores them when it
 ends. It does this again at every call of a device function, although all is in place by then. For every value, however
 small, it describes type and shape anew. It computes all whole numbers twice, once in 64 bits, for a check of overflows
-that only debug=True makes. Before each operation it looks for the type and the shape of its operands, though they have
-them already, and makes each number of the source anew. Together these take most of the time of a kernel's test. Tests
-and `bench.run` skip them.
+that only debug=True makes. Before each operation it brings the operands to one type and shape, even if they have one
+already, and makes a tensor of each number in the source anew. Together these take most of the time of a kernel's test.
+Tests and `bench.run` skip them.
 """
 
 import functools
@@ -50,7 +50,7 @@ def _patch_once_a_launch() -> None:
     patch_attr = interpreter._patch_attr
 
     def patch_function(obj, name, member, *others):
-        """Leaves out the wrapper that says to users that a function is one of kernels alone."""
+        """Leaves out the wrapper that tells users that a function works in kernels alone."""
         patch_attr(obj, name, getattr(member, "__wrapped__", member), *others)
 
     interpreter._patch_lang = patch
@@ -120,7 +120,7 @@ def _match_once() -> None:
     numbers: dict[tuple, object] = {}
 
     def match_once(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
-        """Returns both as tensors of one type and shape; numbers beside such tensors as those made before."""
+        """Returns both as tensors of one type and shape; a number beside tensors of one kind is made once."""
         flags = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
         if not isinstance(lhs, tensor) or lhs.dtype.is_ptr():
             return match(self, lhs, rhs, *flags)

@@ -21,7 +21,7 @@ class KVPool:
 
     Of a model with latents, `latent_cache [L, num_pages, page_size, D]`: k_cache and v_cache are the halves of its
     rows, so that what moves keys and values moves latents.
-    scales: of caches of 8 bits, for keys and values, [2, L, Hkv] or [2, L, 1] fp32; rows of latents have those of keys.
+    scales: of caches of 8 bits, for keys and values, [2, L, Hkv] or [2, L, 1] fp32; rows of latents take those of keys.
         None: they are 1.
     """
 

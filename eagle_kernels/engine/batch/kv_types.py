@@ -3,7 +3,7 @@
 A number in the pool is key / scale, with scale = limit / (the most that the type holds), for each layer and head.
 Limits are the target's `kv_limits`, from its checkpoint. Without them fp8 has the scale 1, and int8, which has one step
 for all magnitudes, takes the limits of a pass over random tokens. A row of latents has one scale, that of keys, and is
-fp8: its latent and the key beside it are of different magnitudes.
+never int8, since its latent and the key beside it differ in magnitude.
 """
 
 from __future__ import annotations

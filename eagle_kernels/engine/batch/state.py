@@ -121,7 +121,7 @@ class BatchState:
     draft_logits  [R, Vd]         what the draft says after the root
     draft_hidden  [R, H]          the draft's own state there; both None without a draft
     num_behind    [R] int64       committed tokens that the draft has not read for good, most of them of steps in which
-                                  it rested
+                                  it paused
     kept          these tokens, by the number that there is room for
     target_pool, draft_pool       keys and values; a request's pages have the same ids in all. None without a draft
     drafts        this state first, and one for each further draft model: the same rows, with what is a draft's own

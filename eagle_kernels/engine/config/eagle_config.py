@@ -105,8 +105,8 @@ class EAGLEConfig(DraftingOptions):
         max_batch: Most requests that step together; others wait.
         kv_cache_bytes: Size of the KV pools of both models together. None: enough for max_batch requests of full
             length, at most half of the device's free memory (1 GiB on the CPU).
-        kv_cache_dtype: The type of the target's keys and values: "auto" (the weights'), "fp8" or "int8". Scales are the
-            checkpoint's; else fp8 has none, and int8, not for latents, those of each head in a pass over random tokens.
+        kv_cache_dtype: The type of the target's keys and values: "auto" (the weights'), "fp8", or "int8" (not for
+            latents). Scales are the checkpoint's; else fp8 has none, and int8 measures each head's with random tokens.
         How prompts are read.
         prefill_chunk: Most prompt tokens to read in one step, or between two steps.
         share_prefixes: Whether a prefix that prompts share is read once, in whole pages: with running requests and,

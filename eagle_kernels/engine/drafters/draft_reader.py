@@ -13,7 +13,7 @@ from .protocol import PromptPart, Reader
 
 
 class DraftReader(NamedTuple):
-    """Lets a reader read as one of several, which rest in steps whose drafts are not theirs."""
+    """Lets a reader read as one of several, which pause in steps whose drafts are not theirs."""
 
     reader: Reader
     number: int  # of its state in `BatchState.drafts`
@@ -37,7 +37,7 @@ class DraftReader(NamedTuple):
         self.reader.read_prompts(state.drafts[self.number], parts)
 
     def keep(self, batch: Batch, committed: Committed, features: Tensor) -> None:
-        """Keeps what a step brought in which it rested, with the target's features [B, N, F] of all nodes."""
+        """Keeps what a step brought in which it paused, with the target's features [B, N, F] of all nodes."""
         state, num_new = batch.state.drafts[self.number], committed.new_seq_lens - batch.lengths
         own = self.of(features).flatten(0, 1)[committed.hidden_rows]
         state.keep(batch.rows, self.reader.num_kept, committed.tokens, own, num_new)

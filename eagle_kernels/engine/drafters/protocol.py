@@ -102,7 +102,7 @@ class PromptPart(NamedTuple):
 
 class Reader(Protocol):
     """Reads every committed token into a pool of its own, with a draft model, and computes levels of drafts. All
-    drafters with this model share it. It rests during steps without its drafts: they keep what it misses
+    drafters with this model share it. It pauses during steps without its drafts, which keep what it misses
     (`BatchState.keep`), and it reads that before it drafts again (`catch_up`). `read_prompts` forgets the rows'
     previous requests."""
 
@@ -122,7 +122,7 @@ class Reader(Protocol):
 
     def catch_up(self, state: BatchState, num_rows: int, is_wanted: bool) -> None:
         """Reads what was kept of the first `num_rows` rows. If its drafts are not wanted next, a step follows in which
-        it rests, which it will read before it drafts."""
+        it pauses, which it will read before it drafts."""
 
 
 class Levels(Protocol):

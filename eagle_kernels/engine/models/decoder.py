@@ -20,7 +20,7 @@ from .protocol import FINAL_NORM, Angles, Attend, TargetOutput, is_deterministic
 
 
 class DecoderLayer(nn.Module):
-    """Computes attention and feed-forward, each after a norm, and in some families before another one. The next norm
+    """Computes attention and feed-forward, each after a norm; in some families another norm follows each. The next norm
     adds the residual stream [B, T, H] from stream and delta."""
 
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:

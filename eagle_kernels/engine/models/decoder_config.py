@@ -144,7 +144,7 @@ def read_model_type(config: dict[str, Any]) -> str:
 
 
 def has_plain_layers(model_type: str) -> bool:
-    """Returns whether heads may have layers of this family: it is known, and has no experts, nor joined projections."""
+    """Returns whether heads may have layers of this family: a known one, without experts or joined projections."""
     family = FAMILIES.get(model_type)
     return family is not None and not (issubclass(family.feed_forward, Experts) or "is_joined" in family.always)
 

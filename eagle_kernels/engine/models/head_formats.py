@@ -5,9 +5,9 @@ Auxiliary layer ids inside `eagle_config` (SpecForge, ModelOpt) name the layers 
 output of layer i - 1, so the conventions differ by one. A head that reads the wrong streams still gives correct text,
 only more slowly. The official files name no layers. `d2t` holds offsets in every format that has it.
 
-Heads with latent attention (`Eagle3DeepseekV2ForCausalLM`) have both conventions inside `eagle_config`: TorchSpec and
-ModelOpt write layers, which TorchSpec exports for vLLM as indices. The first layer that a trainer takes is 1, and so
-ids that begin with another one are indices, as in SGLang's deepseek_v2.py.
+Heads with latent attention (`Eagle3DeepseekV2ForCausalLM`) follow either convention inside `eagle_config`: TorchSpec
+and ModelOpt write layers, but TorchSpec's export for vLLM writes indices. Trainers take layer 1 first, so ids that
+begin with another number are read as indices, as in SGLang's deepseek_v2.py.
 
 `norm_output` has the meaning that SGLang and vLLM give it: the head feeds back its output after the final norm.
 """
@@ -249,7 +249,7 @@ def tell_other_kind(config: dict[str, Any]) -> str:
 
 
 def our_name(form: HeadFormat, kind: str, name: str) -> str | None:
-    """Returns our name of a draft's tensor; None for one of the target, and for scales of keys and values in 8 bits, as
+    """Returns our name of a draft's tensor; None for one of the target, and for scales of 8-bit keys and values, since
     a draft's have the weights' type."""
     if kind == "MTP" and not name.startswith(MODULE_PREFIX) or name.endswith((".k_scale", ".v_scale")):
         return None

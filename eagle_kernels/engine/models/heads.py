@@ -10,8 +10,8 @@ EAGLE-3 (Li et al., arXiv 2503.01840), with the options of 3.1:
     out    = u + mlp(post_attention_layernorm(u))            fed back before the final norm
     logits = lm_head(norm(out))                              over the draft vocabulary
 
-Attention is grouped-query, or latent as DeepSeek's, whose down projections then read z: those of queries (q_a_proj, or
-q_proj alone) and of keys and values (kv_a_proj_with_mqa). The mlp has no experts.
+Attention is grouped-query, or latent as in DeepSeek's models. Then the down projections read z: that of queries
+(q_a_proj, or q_proj alone) and that of keys and values (kv_a_proj_with_mqa). The mlp has no experts.
 
 EAGLE-1 (arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858), which share one network:
 

@@ -35,7 +35,7 @@ def read_kv_limits(
     shape: KVShape | LatentShape,
 ) -> Tensor | None:  # fmt: skip
     """Returns the largest magnitudes [2, L, Hkv] float64 of keys and values, on the CPU; None: nothing calibrated them.
-    Rows of latents have those of keys, as in vLLM and SGLang.
+    Rows of latents take those of keys, as in vLLM and SGLang.
 
     Takes the scales out of `tensors`, the headers by name. config, exported: the contents of config.json and
     hf_quant_config.json. read: reads a tensor.

@@ -159,8 +159,8 @@ class TargetModel(Protocol):
     `get_output_embeddings() -> nn.Linear`, as Hugging Face names them. A model whose forward waits for the device sets
     `can_be_captured = False`; its steps are not captured as CUDA graphs. One that honors `Attend.deterministic` sets
     `can_be_deterministic = True`. One whose keys and values were calibrated has their largest magnitudes for each layer
-    and head as `kv_limits` [2, L, Hkv], keys first: caches of 8 bits are scaled by them, rows of latents by those of
-    keys.
+    and head as `kv_limits` [2, L, Hkv], keys first: 8-bit caches are scaled by them, rows of latents by those of keys
+    alone.
 
     `forward` may take `last_rows: Tensor | None = None`, [R] int64: the rows of a batch of one for which to compute
     logits [1, R, V], without waiting for the device. Then one pass reads the prompts of several requests, one after

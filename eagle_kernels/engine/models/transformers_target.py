@@ -190,7 +190,7 @@ def _attention(
         raise ModelError(f"{type(module).__name__}: a mask or a bias of its own is not supported")
     if not getattr(module, "is_causal", True):
         raise ModelError(f"{type(module).__name__}: attention to later tokens is not supported")
-    # of latents, keys and values may be views of one tensor, between whose heads lies something else
+    # in latent attention, keys and values may be views of one tensor, with other elements between their heads
     query, key, value = (tensor.transpose(1, 2).contiguous() for tensor in (query, key, value))
     ours = {name: options.get(theirs) for name, theirs in _OPTIONS.items()}
     return call.attend(module.layer_idx, query, key, value, **ours), None

@@ -296,7 +296,7 @@ class Scheduler:
             reading.note_failure([self._read_alone(part) for part in failed], "step")
 
     def _catch_up(self, num_rows: int, stepper: Stepper) -> None:
-        """Lets draft models read what they missed while they rested: the one whose drafts are wanted, and those for
+        """Lets draft models read what they missed while they paused: the one whose drafts are wanted, and those for
         which what the step may bring could not be kept."""
         for each in self.plan.readers:
             is_wanted, missed = each is stepper.own, self._num_missed[each.number]
@@ -305,7 +305,7 @@ class Scheduler:
                 self._num_missed[each.number] = 0
 
     def _review_drafts(self) -> None:
-        """Lets drafts rest for long, and others read again: what joins from now on, as they have missed the rest."""
+        """Lets some drafts rest for long, and others read again: requests that join later, as they missed these."""
         rows = [row for row in self._rows if row is not None]
         for number in self.plan.review(set.intersection(*(row.drafts for row in rows))):
             self._num_missed[number] = 0

@@ -30,13 +30,13 @@ TOKEN_ROWS, TOKEN_STEPS = 64, 16
 # A tree that was slower than this share of a smaller tree's speed is not measured as soon as the batch grows, since
 # larger batches make large trees even more expensive.
 HOPELESS = 0.8
-# Tokens per step are known to this many standard errors, once TOKEN_STEPS steps have told.
+# Tokens per step are known to this many standard errors, once TOKEN_STEPS steps have been measured.
 SURE = 3.0
 
 
 class Outlook(NamedTuple):
-    """Says how many tokens per millisecond a request gets by a number at most, by the tokens and times that are known,
-    and by the best number in use at least and in the mean."""
+    """Says how many tokens per millisecond a request gets: in steps of one number at most, by the tokens and times that
+    are known; in those of the best number in use at least, and in the mean."""
 
     most: float
     least: float
@@ -66,7 +66,7 @@ class Tokens:
         self.error[number] = (1 - weight) ** 2 * self.error.get(number, 0.0) + change**2
 
     def bounds(self, number: int, most: int) -> tuple[float, float]:
-        """Returns what a step of this number brings at least and at most in the mean; most: whatever is known of it."""
+        """Returns the least and the most that the mean of steps of this number may be; most: what none exceeds."""
         if self.steps[number] < TOKEN_STEPS:
             return 1.0, float(most)
         margin = SURE * math.sqrt(self.error[number])
@@ -132,7 +132,7 @@ class Fastest(Choice):
     read_bytes   the bytes of weights that a step of this many rows reads, by a call that may wait for the device;
                  None: rows make no difference
     kinds        of each number: the draft model that drafts; only trees of one are compared by their sizes. None: one
-    tokens       what they bring; None: nothing is known of that
+    tokens       what steps bring, see `Tokens`; None: nothing is known yet
     """
 
     def __init__(
@@ -221,8 +221,8 @@ class Fastest(Choice):
         return number > 0
 
     def outlooks(self, numbers: Collection[int], num_steps: float) -> list[Outlook]:
-        """Returns how each of these numbers may do at each size of batches that had num_steps steps or more, in steps
-        as short as it has had there, or as `_may_win` allows."""
+        """Returns how each of these numbers may do at each size of batches that had num_steps steps or more, by its
+        shortest step there, or the least that `_shortest_ms` allows."""
         found, steps, timed = [], Counter(), {key for key, count in self._num_timed.items() if count > 1}
         for (size, _), count in self._num_seen.items():
             steps[size] += count

@@ -28,7 +28,7 @@ class Candidate(NamedTuple):
             decoding.
         steps: How many steps of the batch were of this kind.
         tokens_per_step: Tokens that such a step brings a request, in the latest steps; None: not known yet.
-        resting: Why the draft rests for now, as one of several that cannot be the fastest; None: it does not.
+        resting: Why this draft, one of several, rests for now: it cannot be the fastest. None: it does not rest.
     """
 
     draft: str | None

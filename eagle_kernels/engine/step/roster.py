@@ -13,7 +13,7 @@ SOON_AFTER = TRY_AFTER // 8
 
 
 class Roster:
-    """Lets a draft rest if none of its trees can be the fastest, by tokens that are sure and the least times, at any
+    """Lets a draft rest if none of its trees can be the fastest, by bounds of its tokens and its shortest steps, at any
     size of batches that had PROBE_SHARE of the steps. Such a draft neither drafts nor reads. When it is tried again, it
     reads what joins, and drafts once it has read all texts in the batch.
 
@@ -52,7 +52,7 @@ class Roster:
         return resting, reading
 
     def _outlook(self, numbers: Sequence[int]) -> Outlook:
-        """Returns how a draft may do where it does best; as well as others as long as nothing is known."""
+        """Returns how a draft may do where it does best; no worse than others while nothing is known."""
         num_steps = max(PROBE_AFTER, PROBE_SHARE * self._num_steps)
         found = [each for choice in self._choices.values() for each in choice.outlooks(numbers, num_steps)]
         return max(found, key=lambda each: each.most - each.least, default=Outlook(0.0, 0.0, 0.0))

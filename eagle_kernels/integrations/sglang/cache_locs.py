@@ -8,8 +8,8 @@ from ..sgl_kernel import assign_extend_cache_locs_uniform_func as _assign
 
 
 def move_accept_tokens_to_target_kvcache(original, batch, accept_index, num_correct_drafts, token_to_kv_pool_allocator):
-    """Moves each accepted path to the first slots of its tree, in all layers; SGLang's pool does the copying, unless it
-    is one of latents, which takes two launches a layer.
+    """Moves each accepted path to the first slots of its tree, in all layers; SGLang's pool does the copying, but not
+    that of latents, which would take two launches per layer.
     accept_index [B, S + 1] int, -1 padded; num_correct_drafts [B] int, without the bonus."""
     slots, batch_size = batch.out_cache_loc, len(batch.seq_lens)
     pool = token_to_kv_pool_allocator.get_kvcache()
@@ -37,9 +37,9 @@ def move_accept_tokens_to_target_kvcache(original, batch, accept_index, num_corr
 
 
 def _latents_of(pool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the halves of a layer's rows, [1, slots, 1, 1, D] each, and the table of those of all layers.
+    """Returns the halves of the first layer's rows, [1, slots, 1, 1, D] each, and the table of those of all layers.
 
-    The pool bears the table, which holds none of its buffers: it may free them, and allocate others.
+    The table is kept on the pool, but holds none of its buffers: the pool may free them, and allocate others.
     """
     places = [buffer.data_ptr() for buffer in pool.kv_buffer]
     known, table = getattr(pool, "eagle_kernels_addresses", (None, None))

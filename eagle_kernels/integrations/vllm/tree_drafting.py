@@ -42,7 +42,7 @@ class Move(NamedTuple):
     """The caches that move in one launch: of one layout, in the pages of one block table."""
 
     group: int  # of vLLM's, whose block table it is
-    layer: torch.nn.Module  # one of those that keep the caches
+    layer: torch.nn.Module  # any of those whose caches these are
     addresses: torch.Tensor  # of all of them
 
 
@@ -146,7 +146,7 @@ class TreeDrafts:
         self.input_buffers.positions[:num_reqs] = positions
 
     def _find_moves(self) -> list[Move]:
-        """Returns what moves of the target's layers, a launch each."""
+        """Returns what moves in the target's layers, by launches."""
         layers = self._layers()
         found: dict[tuple, dict] = {}  # by layout; in each, layers by the address of their cache
         for number, group in enumerate(self.kv_cache_config.kv_cache_groups):

@@ -1,7 +1,7 @@
 """Moves the KV rows of accepted nodes to the front of the verified block, in place, in all layers at once.
 
-Layers are those of one pool, or caches anywhere in memory: with a table of their addresses a program finds its cache
-there, and all else is the same.
+Layers lie in one pool, or their caches lie anywhere in memory: then a program looks its cache up in a table of
+addresses, and all else is the same.
 
 Computes: For every depth d of the accepted path, the root included, the row at slot seq_len + (accept_index[b, d] - b *
     N) moves to slot seq_len + d, in keys and values of every layer.
@@ -224,10 +224,10 @@ def move_accepted_kv(
 
     Node i of a request is at slot seq_len + i; slot t is on the request's page t // page_size.
 
-    Caches of layers that are no one tensor move in one launch too, by a table of their addresses. It is made once, by
-    `eagle_kernels.cache_addresses`, before CUDA graphs are captured, and keeps no cache alive: the caller does, for as
-    long as calls and graphs use it. Layers with other shapes, strides, dtypes or pages have a table and a call of their
-    own.
+    Layers whose caches are separate tensors move in one launch too, by a table of their addresses, which
+    `eagle_kernels.cache_addresses` makes once, before CUDA graphs are captured. The table keeps no cache alive: the
+    caller does, as long as calls and graphs use it. Layers that differ in shape, strides, dtype or block table need a
+    table and a call of their own.
 
     Args:
         k_cache, v_cache: [L, num_pages, page_size, Hkv, D] fp16, bf16, fp32, fp8 (float8_e4m3fn, float8_e5m2 or their
@@ -239,10 +239,10 @@ def move_accepted_kv(
         accept_token_num: [B] int. Accepted drafts, without the root and the bonus: one more entry is moved. Negative
             for a dead request.
         num_verify_tokens: N, nodes of a tree, at least 1.
-        cache_addresses: [2, C] int64. Addresses of the keys, then of the values, of C caches, each once, of the shape,
-            strides, dtype and alignment of k_cache and v_cache; these then have L = 1, and move if they are among them.
-            Below 1: no cache. A wrong address writes into foreign memory. torch.compile sees k_cache and v_cache alone
-            change.
+        cache_addresses: [2, C] int64. Addresses of C caches of keys, then of C caches of values, each once. All have
+            the shape, strides, dtype and alignment of k_cache and v_cache, which then have L = 1 and move only if they
+            are listed. Below 1: no cache. With a wrong address, foreign memory is written. torch.compile sees only
+            k_cache and v_cache change.
 
     Returns:
         None. The rows of a path's entry d are copied bit for bit to slot seq_len + d, one entry after another. Entries

@@ -32,7 +32,7 @@ def move_accepted_kv(
 
 
 def _cache_at(address: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns the cache at an address of the host, which looks like another one."""
+    """Returns the cache at an address in host memory, with the shape, strides and dtype of another one."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride()) if size > 1)
     memory = (ctypes.c_uint8 * (extent * like.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).as_strided(like.shape, like.stride())

@@ -121,8 +121,8 @@ class GroupedQueryAttention(nn.Module):
 
 
 def apart(heads: Tensor, size: int) -> Tensor:
-    """Returns coordinates 0, 2, .. of the first `size` of heads before 1, 3, ..: then RoPE turns halves of these, and
-    no score changes."""
+    """Returns heads with their first `size` coordinates in the order 0, 2, .., 1, 3, ..: then RoPE turns the halves of
+    these, and no score changes."""
     turning = heads[..., :size].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return turning if size == heads.shape[-1] else torch.cat((turning, heads[..., size:]), dim=-1)
 

@@ -142,8 +142,8 @@ def find_block(batch, cut, block, chunk_stop, SHAPE: tl.constexpr, BLOCK_BATCH: 
 def request_chunks(batch, cut, start, before, num_short, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr):
     """Returns (first chunk, chunks) of BLOCK_BATCH requests from `start` on, and `before` and num_short for the next.
 
-    before, num_short: blocks without gaps, and short requests, of those before. Also of a malformed plan the chunks
-    are some that there are.
+    before, num_short: blocks without gaps, and short requests, before `start`. Even by a malformed plan, the chunks are
+    among those that exist.
     """
     stops, num_blocks, shorts = _block_stops(batch, start, before, SHAPE, BLOCK_BATCH)
     gaps = cut.gap * (num_short + tl.cumsum(shorts))

@@ -1,7 +1,7 @@
 """Merges the partial results of requests whose keys were cut into several shares.
 
 The rows of all such requests are divided evenly among programs, so that one long request among short ones is merged by
-as many as any other batch.
+as many programs as any other batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MERGE_TUNING = {"default": {"programs": 8, "num_warps": 4}}
 
 
 class Found(NamedTuple):
-    """The request that a tile of rows (token, head) belongs to; of one part, a request has no tiles."""
+    """The request that a tile of rows (token, head) belongs to; a request of one part has no tiles."""
 
     request: Any  # int64
     first_tile: Any
@@ -86,7 +86,7 @@ def _find_tiles(
     batch, cut, num_shares, tile, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr, BLOCK_MERGED: tl.constexpr,
     BLOCK_PART: tl.constexpr,
 ):  # fmt: skip
-    """Returns what is Found of a tile; of one that there is not, only the tiles of all requests."""
+    """Returns what is `Found` of a tile; where there is no such tile, only `total` has a meaning."""
     IS_ORDERED: tl.constexpr = SHAPE.SHARE_TILES > 0
     request, first_tile, num_tiles = tl.zeros([], tl.int64), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     before, begin, num_parts = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
@@ -149,7 +149,7 @@ def _merge_kernel(
 ):
     """Merges the parts of its tiles of rows (token, head), an even share of those of all requests, some columns each.
 
-    Which these are follows from the lengths, which the attention before does not write: it is found while that ends.
+    Which tiles follows from the lengths, which the attention before does not write: they are found while it ends.
     """
     IS_ORDERED: tl.constexpr = SHAPE.SHARE_TILES > 0
     # no page is looked up
@@ -193,7 +193,7 @@ def launch_merge(op: str, num_shares: int, num_merged: int, num_parts: int, argu
     """Launches the merge of the partial results of at most num_shares shares into `out`.
 
     num_merged, num_parts: rows (token, head), and parts of each, that are merged at once. arguments: those that the
-    kernel of the shares took. cutting: its LEAST_BLOCKS, and how many requests are looked at at once, BLOCK_BATCH.
+    kernel of the shares took. cutting: its LEAST_BLOCKS, and BLOCK_BATCH, the requests that are read at once.
     """
     output, lse = arguments["out"]
     merging = tuning.row(MERGE_TUNING, output.device)
