@@ -146,7 +146,7 @@ class TreeDrafts:
         self.input_buffers.positions[:num_reqs] = positions
 
     def _find_moves(self) -> list[Move]:
-        """Returns what moves in the target's layers, by launches."""
+        """Returns what moves in the target's layers, one for each launch."""
         layers = self._layers()
         found: dict[tuple, dict] = {}  # by layout; in each, layers by the address of their cache
         for number, group in enumerate(self.kv_cache_config.kv_cache_groups):

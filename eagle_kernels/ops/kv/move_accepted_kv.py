@@ -241,7 +241,7 @@ def move_accepted_kv(
         num_verify_tokens: N, nodes of a tree, at least 1.
         cache_addresses: [2, C] int64. Addresses of C caches of keys, then of C caches of values, each once. All have
             the shape, strides, dtype and alignment of k_cache and v_cache, which then have L = 1 and move only if they
-            are listed. Below 1: no cache. With a wrong address, foreign memory is written. torch.compile sees only
+            are listed. An address below 1: no cache; a wrong one: foreign memory is written. torch.compile sees only
             k_cache and v_cache change.
 
     Returns:

@@ -149,7 +149,7 @@ def _merge_kernel(
 ):
     """Merges the parts of its tiles of rows (token, head), an even share of those of all requests, some columns each.
 
-    Which tiles follows from the lengths, which the attention before does not write: they are found while it ends.
+    The lengths tell which tiles; the attention before does not write them, so tiles are found while it ends.
     """
     IS_ORDERED: tl.constexpr = SHAPE.SHARE_TILES > 0
     # no page is looked up
