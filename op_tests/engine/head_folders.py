@@ -27,14 +27,8 @@ def medusa_tensors(num_heads=NUM_HEADS, num_layers=1, *, rows=TARGET_VOCAB, bias
 
 
 def write_medusa(folder, tensors, pickled=False, **config):
-    folder.mkdir(parents=True, exist_ok=True)
     base = {"medusa_num_heads": NUM_HEADS, "medusa_num_layers": 1, "base_model_name_or_path": "a/b", "version": "2"}
-    (folder / "config.json").write_text(json.dumps(base | config))
-    if pickled:
-        torch.save(tensors, folder / "medusa_lm_head.pt")
-    else:
-        save_file(tensors, folder / "medusa_lm_head.safetensors")
-    return folder
+    return _write_heads(folder, "medusa_lm_head", tensors, pickled, base | config)
 
 
 def hydra_tensors(architecture="mlp", num_layers=1, *, num_heads=NUM_HEADS, seed=0):
@@ -64,16 +58,20 @@ def hydra_tensors(architecture="mlp", num_layers=1, *, num_heads=NUM_HEADS, seed
 
 
 def write_hydra(folder, tensors, pickled=True, **config):
-    folder.mkdir(parents=True, exist_ok=True)
     base = {
         "hydra_num_heads": NUM_HEADS, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True,
         "hidden_state_offset": 0, "base_model_name_or_path": "a/b",
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(base | config))
+    return _write_heads(folder, "hydra_lm_head", tensors, pickled, base | config)
+
+
+def _write_heads(folder, name, tensors, pickled, config):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
     if pickled:
-        torch.save(tensors, folder / "hydra_lm_head.pt")
+        torch.save(tensors, folder / f"{name}.pt")
     else:
-        save_file(tensors, folder / "hydra_lm_head.safetensors")
+        save_file(tensors, folder / f"{name}.safetensors")
     return folder
 
 
