@@ -83,7 +83,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
     toy = ToyModel()
-    state = BatchState(toy, CausalDraft(toy), EAGLEConfig(max_batch=4, page_size=16), max_pages=1, num_pages=1)
+    state = BatchState(toy, [CausalDraft(toy)], EAGLEConfig(max_batch=4, page_size=16), max_pages=1, num_pages=1)
     return StepRunner(StandInStepper(), state, use_graphs=True)
 
 

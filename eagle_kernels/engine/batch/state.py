@@ -128,8 +128,8 @@ class BatchState:
     """
 
     def __init__(
-        self, target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int, num_pages: int,
-        target_pool: KVPool | None = None, others: Sequence[DraftModel] = (),
+        self, target: TargetModel, drafts: Sequence[DraftModel], config: EAGLEConfig, max_pages: int, num_pages: int,
+        target_pool: KVPool | None = None,
     ):  # fmt: skip
         device, num_rows = target.device, config.max_batch
         sizes = num_pages, config.page_size, target.dtype, device
@@ -144,8 +144,9 @@ class BatchState:
         self.sampling = RowSampling(num_rows, target.vocab_size, device)
         self.methods = zeros(num_rows)
         self.history: Tensor | None = None
-        self.drafts = [self, *(copy.copy(self) for _ in others)]
-        for each, model in zip(self.drafts, (draft, *others)):
+        models = list(drafts) or [None]
+        self.drafts = [self, *(copy.copy(self) for _ in models[1:])]
+        for each, model in zip(self.drafts, models):
             each.draft_pool = None if model is None else KVPool(model.kv_shape, *sizes)
             width = 0 if model is None else model.draft_vocab_size
             each.draft_logits = None if model is None else zeros(num_rows, width, dtype=target.dtype)

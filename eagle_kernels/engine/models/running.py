@@ -48,9 +48,9 @@ def run_draft(
 def fused_weight(model: DraftModel, num_rows: int) -> Tensor | None:
     """Returns a draft's `output_weight` if `select_from_head` is faster with it for so many rows, else None."""
     weight = getattr(model, "output_weight", None)
-    if weight is None or "projects" not in inspect.signature(model.forward).parameters:
+    if weight is None or not is_for(num_rows, weight) or library(weight) is not ops:
         return None
-    return weight if is_for(num_rows, weight) and library(weight) is ops else None
+    return weight if "projects" in inspect.signature(model.forward).parameters else None
 
 
 def run_block(model: BlockDraft, hidden: Tensor, count: int) -> Tensor:

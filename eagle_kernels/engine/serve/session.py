@@ -326,8 +326,7 @@ class Session(Unique):
         num_pages = count_pages(self.target, drafts, config, max_pages)
         check_fits(self.target, drafts, config, max_pages, num_pages)
         pool = self._target_pool(config, num_pages)
-        first, others = (drafts[0], drafts[1:]) if drafts else (None, ())
-        state = BatchState(self.target, first, config, max_pages, num_pages, pool, others)
+        state = BatchState(self.target, drafts, config, max_pages, num_pages, pool)
         self.scheduler, self._pools_for = Scheduler(state), _pools_of(config)
 
     def _target_pool(self, config: EAGLEConfig, num_pages: int) -> KVPool:
