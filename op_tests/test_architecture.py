@@ -29,9 +29,8 @@ def sources(folder: Path) -> list[Path]:
 KERNEL_FILES = sources(PACKAGE / "ops") + sources(PACKAGE / "primitives")
 # of which the caller says by prefetch_* that the kernel before does not write it
 READ_EARLY = {"few_rows": "weight", "head_tiles": "weight", "many_rows": "weight", "quantised": "weight"}
-BUNDLES = {"inputs", "lengths", "out", "partial"}  # tuples of pointers that kernels hand on whole
 # kernels that read before they wait what the kernel directly before them, of the same op, never writes
-READ_BEFORE = {"down": {"weight"}, "merge_shares": {"lengths"}}
+READ_BEFORE = {"down": {"weight"}, "merge_shares": {"lengths", "qo_indptr"}}
 
 
 @functools.cache
@@ -325,8 +324,7 @@ def test_launches_are_by_keyword():
 
 
 def named_pointers(kernel: ast.FunctionDef, statements: list[ast.stmt]) -> set[str]:
-    """Pointers, fields of bundles, and bundles handed on: parameters without a type that have such a name, or of which
-    fields are read."""
+    """Pointers, fields of bundles, and bundles handed on: parameters without a type, of which fields are read."""
     nodes = [node for statement in statements for node in ast.walk(statement)]
     untyped = {parameter.arg for parameter in kernel.args.args if parameter.annotation is None}
     methods = {id(node.func) for node in ast.walk(kernel) if isinstance(node, ast.Call)}
@@ -335,7 +333,7 @@ def named_pointers(kernel: ast.FunctionDef, statements: list[ast.stmt]) -> set[s
         for node in ast.walk(kernel)
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in untyped and id(node) not in methods
     ]
-    bundles, read = BUNDLES & untyped | {node.value.id for node in fields}, {id(node.value) for node in fields}
+    bundles, read = {node.value.id for node in fields}, {id(node.value) for node in fields}
     named = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in read}
     pointers = {name for name in named if name.endswith("_ptr") or name in bundles}
     return pointers | {node.attr for node in nodes if node in fields}

@@ -8,7 +8,6 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.attention.shared import ordered
-from eagle_kernels.ops.attention.shared.merge_shares import MERGE_TUNING
 from eagle_kernels.ops.attention.shared.ordered_shares import count_ordered_shares
 from eagle_kernels.ops.attention.tree_attention import TUNING
 from eagle_kernels.runtime.launch import intercept
@@ -130,19 +129,6 @@ def test_every_tuning_row(row, device, monkeypatch):
         if "window" in extra:
             extra["positions"] = values["seq_lens"].repeat_interleave(64) + torch.arange(64, device=device).repeat(3)
         check(values | extra, f"{head_dim}")
-
-
-@pytest.mark.parametrize("merging", [1, 8, 48])
-@pytest.mark.parametrize("form", ["block_table", "csr"])
-def test_programs_share_the_rows_that_are_merged(form, merging, device, monkeypatch):
-    """So many programs merge requests of two parts and of many: all rows of several, or a few of one."""
-    assume_multiprocessors(monkeypatch, merging)
-    retune(monkeypatch, TUNING, programs=(48 // merging, 48 // merging))
-    retune(monkeypatch, MERGE_TUNING, programs=1)
-    lengths = [40, 900, 0, 300, 9, 130, 1100, 5]
-    check(make(3, 3, 16, 2, 1, 16, torch.float32, lengths, form=form, device=device), "few requests")
-    if merging == 8:
-        check(make(3, 3, 16, 2, 1, 16, torch.float32, [*lengths, *[1] * 125, 700], form=form, device=device), "many")
 
 
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])

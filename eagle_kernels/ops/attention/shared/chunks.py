@@ -153,5 +153,10 @@ def launch_chunks(op: str, arguments: dict, tuned: dict) -> None:
         **tuning.compiler_options(tuned),
     )
     if has_parts:
+        # about the parts of one request at once, or all of one alone; more of them leave room for fewer rows
+        alone = count_chunks(1, num_tiles, num_processors, tuned["programs"])
+        rows, parts = (4, 16) if arguments["num_query"] > 1 or alone <= 16 else (1, 32)
+        if num_chunks <= 4 * batch_size:
+            rows, parts = 4, 4
         cutting = {"LEAST_BLOCKS": least_blocks, "BLOCK_BATCH": 1 if batch_size == 1 else 128}
-        launch_merge(op, num_chunks, 1, 32, arguments, **cutting)
+        launch_merge(op, num_chunks, rows, parts, arguments, **cutting)

@@ -139,14 +139,19 @@ def find_block(batch, cut, block, chunk_stop, SHAPE: tl.constexpr, BLOCK_BATCH: 
 
 
 @triton.jit
-def request_chunks(batch, cut, start, before, num_short, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr):
-    """Returns (first chunk, chunks) of BLOCK_BATCH requests from `start` on, and `before` and num_short for the next.
-
-    before, num_short: blocks without gaps, and short requests, before `start`. Even by a malformed plan, the chunks are
-    among those that exist.
-    """
-    stops, num_blocks, shorts = _block_stops(batch, start, before, SHAPE, BLOCK_BATCH)
-    gaps = cut.gap * (num_short + tl.cumsum(shorts))
-    first = tl.minimum(tl.maximum(chunk_of(cut, stops - num_blocks + gaps), 0), cut.num_chunks - 1)
-    num_chunks = tl.minimum(chunk_of(cut, stops - 1 + gaps) - first + 1, cut.num_chunks - first)
-    return first, num_chunks, tl.max(stops), num_short + tl.sum(shorts)
+def find_parts(batch, request, num_chunks, LEAST_BLOCKS: tl.constexpr, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr):
+    """Returns (the chunk in which a request begins, in how many it is), also of a malformed plan chunks that exist."""
+    begin, stop, total = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    num_gaps, num_short = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for start in range(0, batch.batch_size, BLOCK_BATCH):
+        stops, _, shorts = _block_stops(batch, start, total, SHAPE, BLOCK_BATCH)
+        other = start + tl.arange(0, BLOCK_BATCH)
+        begin = tl.maximum(begin, tl.max(tl.where(other < request, stops, 0)))
+        stop = tl.maximum(stop, tl.max(tl.where(other <= request, stops, 0)))
+        num_gaps += tl.sum(tl.where(other <= request, shorts, 0))
+        total = tl.max(stops)
+        num_short += tl.sum(shorts)
+    cut = _cut(total, num_short, batch.batch_size, num_chunks, LEAST_BLOCKS)
+    gaps = cut.gap * num_gaps
+    first = tl.minimum(tl.maximum(chunk_of(cut, begin + gaps), 0), num_chunks - 1)
+    return first, tl.minimum(chunk_of(cut, stop - 1 + gaps) - first + 1, num_chunks - first)

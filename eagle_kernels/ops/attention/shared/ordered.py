@@ -181,4 +181,4 @@ def launch_ordered(op: str, arguments: dict, tuned: dict) -> None:
         **tuning.compiler_options(tuned),
     )
     if has_parts:
-        launch_merge(op, num_shares, MERGED_ROWS, MERGED_SHARES, arguments, LEAST_BLOCKS=0, BLOCK_BATCH=32)
+        launch_merge(op, num_shares, MERGED_ROWS, MERGED_SHARES, arguments, LEAST_BLOCKS=0, BLOCK_BATCH=0)
