@@ -5,7 +5,8 @@ Computes: k_cache[slots[t]] = key[t], v_cache[slots[t]] = value[t]; slot s is ro
     `rope` and a write after it. A cache of 8 bits gets elements divided by their scale (primitives/fp8.py).
 Invariants: Nothing is written in the caches but the slots of the tokens. Queries are rotated whatever the slot of their
     token. In caches of more bits elements keep their own, NaN as well.
-Grid: (T, head tiles), one program moves a few heads of one of T tokens: of keys and values, or of queries.
+Grid: (T, head tiles), one program moves a few heads of one of T tokens: of keys and values (of either, where a few
+    tokens go into caches of 8 bits), or of queries.
 Launches: 1
 Traffic: element bytes * T * (2 * Hkv + 2 * Hq) * D, cache element bytes * 2 * T * Hkv * D, and a row of each table a
     token; for Hq query heads and Hkv KV heads of D elements.
@@ -29,8 +30,9 @@ from ...runtime.launch import launch, launcher
 MUTATES = ("k_cache", "v_cache")
 IN_PLACE = {"out": ("query",)}
 
-# tile_elements: those of the heads that a program moves, 8 a thread.
-TUNING = {"default": {"tile_elements": 1024, "num_warps": 4}}
+# tile_elements: those of the heads that a program moves, 8 a thread. few_tokens: with up to so many tokens, keys and
+# values that are rounded to 8 bits have programs of their own: the rounding takes longer than the reading.
+TUNING = {"default": {"tile_elements": 1024, "num_warps": 4, "few_tokens": 32}}
 
 
 class Inputs(NamedTuple):
@@ -79,8 +81,10 @@ def _write_kv_kernel(
     stride_key_token, stride_key_head, stride_value_token, stride_value_head,
     stride_query_token, stride_query_head, stride_output_token, stride_output_head,
     stride_k_page, stride_v_page, stride_k_scale_head, stride_v_scale_head,
-    SHAPE: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr, ENABLE_PDL: tl.constexpr,
+    SHAPE: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr, IS_APART: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Moves one tile of heads of one token. IS_APART: keys and values are moved by programs of their own."""
     await_predecessor(ENABLE_PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -96,25 +100,28 @@ def _write_kv_kernel(
         stride_positions_column,
     )  # fmt: skip
 
-    if tile < num_kv_tiles:
-        head = tile * BLOCK_HEAD + block
+    first_query = (2 if IS_APART else 1) * num_kv_tiles
+    if tile < first_query:
+        head = tile % num_kv_tiles * BLOCK_HEAD + block
         is_head = head < SHAPE.NUM_KV_HEADS
-        angles = load_angles(tables, sizes, tl.program_id(0), ROTARY_DIM)
-        move_heads(
-            inputs.key, out.k_cache, token * stride_key_token + head * stride_key_head,
-            page * stride_k_page + row_in_page + head * SHAPE.STRIDE_HEAD, is_head, is_written, angles,
-            _load_scale(inputs.k_scale, head, is_head, stride_k_scale_head),
-            HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED,
-            FP8_BIAS=SHAPE.FP8_BIAS,
-        )  # fmt: skip
-        move_heads(
-            inputs.value, out.v_cache, token * stride_value_token + head * stride_value_head,
-            page * stride_v_page + row_in_page + head * SHAPE.STRIDE_HEAD, is_head, is_written, None,
-            _load_scale(inputs.v_scale, head, is_head, stride_v_scale_head),
-            HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=0, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED, FP8_BIAS=SHAPE.FP8_BIAS,
-        )  # fmt: skip
+        if not IS_APART or tile < num_kv_tiles:
+            angles = load_angles(tables, sizes, tl.program_id(0), ROTARY_DIM)
+            move_heads(
+                inputs.key, out.k_cache, token * stride_key_token + head * stride_key_head,
+                page * stride_k_page + row_in_page + head * SHAPE.STRIDE_HEAD, is_head, is_written, angles,
+                _load_scale(inputs.k_scale, head, is_head, stride_k_scale_head),
+                HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED,
+                FP8_BIAS=SHAPE.FP8_BIAS,
+            )  # fmt: skip
+        if not IS_APART or tile >= num_kv_tiles:
+            move_heads(
+                inputs.value, out.v_cache, token * stride_value_token + head * stride_value_head,
+                page * stride_v_page + row_in_page + head * SHAPE.STRIDE_HEAD, is_head, is_written, None,
+                _load_scale(inputs.v_scale, head, is_head, stride_v_scale_head),
+                HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=0, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED, FP8_BIAS=SHAPE.FP8_BIAS,
+            )  # fmt: skip
     elif SHAPE.NUM_QUERY_HEADS > 0:
-        head = (tile - num_kv_tiles) * BLOCK_HEAD + block
+        head = (tile - first_query) * BLOCK_HEAD + block
         angles = load_angles(tables, sizes, tl.program_id(0), ROTARY_DIM)
         move_heads(
             inputs.query, out.query, token * stride_query_token + head * stride_query_head,
@@ -240,10 +247,11 @@ def write_kv(
     num_pages, page_size, num_kv_heads, _ = k_cache.shape
     fp8_bias = fp8.BIAS.get(k_cache.dtype, 0)
     tuned = dict(tuning.row(TUNING, key.device))
+    is_apart = num_tokens <= tuned.pop("few_tokens") and k_cache.element_size() == 1
     block_head = rotary.tile_of_heads(max(num_query_heads, num_kv_heads), head_dim, tuned.pop("tile_elements"))
+    num_kv_tiles = (1 + is_apart) * triton.cdiv(num_kv_heads, block_head)
     launch(
-        "write_kv", _write_kv_kernel,
-        (num_tokens, triton.cdiv(num_kv_heads, block_head) + triton.cdiv(num_query_heads, block_head)),
+        "write_kv", _write_kv_kernel, (num_tokens, num_kv_tiles + triton.cdiv(num_query_heads, block_head)),
         inputs=Inputs(key, value, query, slots, k_scale, v_scale),
         out=Outputs(
             k_cache.view(torch.uint8) if fp8_bias else k_cache,
@@ -257,7 +265,7 @@ def write_kv(
         SHAPE=Shape(
             page_size, *slot_strides(k_cache), num_kv_heads, num_query_heads, head_dim, bool(is_interleaved), fp8_bias
         ),
-        BLOCK_HEAD=block_head, enable_fp_fusion=False, **rotary.table_arguments(positions, cos, sin),
+        BLOCK_HEAD=block_head, IS_APART=is_apart, enable_fp_fusion=False, **rotary.table_arguments(positions, cos, sin),
         **rotary.head_strides("key", key), **rotary.head_strides("value", value),
         **rotary.head_strides("query", out if query is None else query), **rotary.head_strides("output", out), **tuned,
     )  # fmt: skip
