@@ -252,6 +252,7 @@ def fail(monkeypatch):
 def gpu(monkeypatch):
     """A machine with a GPU, beside whose name lines are kept."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
 
 
@@ -388,7 +389,8 @@ def test_the_plug_in_is_found_as_an_installed_one(tmp_path):
 
 
 def test_stock_engines_get_fa3_as_a_plug_in(tmp_path, monkeypatch):
-    """Which holds all that it needs: its file and the library, unpacked or linked. SGLang's own needs none."""
+    """Which holds all that it needs: its file and the library, unpacked or linked; ours leave prompts to it on Hopper.
+    SGLang's own needs none."""
     installation, plugin = sglang_engine.Installation(tmp_path / "sglang"), tmp_path / "plugin"
     told = order("fa3").environment(installation, plugin, with_flashinfer=False)
     assert told["SGLANG_PLUGINS"] == "fa3" and told["PYTHONPATH"].split(os.pathsep)[:2] == [
@@ -398,6 +400,10 @@ def test_stock_engines_get_fa3_as_a_plug_in(tmp_path, monkeypatch):
     (tmp_path / "vllm_fa3.so.xz").write_bytes(lzma.compress(b"packed"))
     sglang_engine.write_plugin(plugin, "fa3")
     assert (plugin / "vllm_fa3.so").read_bytes() == b"packed"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for major, loaded in ((9, ["eagle_kernels", "fa3"]), (10, ["eagle_kernels"])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda major=major: (major, 0))
+        assert sglang_engine.plugins_of(order("eagle_kernels"), installation) == loaded
     assert (plugin / "sglang_fa3.py").read_bytes() == Path(sglang_fa3.__file__).read_bytes()
     points = (plugin / "vllm_fa3.dist-info" / "entry_points.txt").read_text()
     assert points == "[sglang.srt.plugins]\nfa3 = sglang_fa3:register\n"

@@ -1,7 +1,7 @@
 """SGLang's own engine, with dummy weights and simulated acceptance: an order for `engine.run`.
 
-Stock engines are told to load no plug-in, except the one that gives them FlashAttention 3 where SGLang's own build is
-missing (sglang_fa3.py).
+Stock engines are told to load no plug-in. Where SGLang's own build of FlashAttention 3 is missing, engines with that
+backend are given vLLM's (sglang_fa3.py), and so are ours, which leave prompts to it.
 """
 
 import os
@@ -10,6 +10,8 @@ import shutil
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from eagle_kernels.integrations.sglang.parts import PARTS
 from eagle_kernels.runtime.version import __version__
@@ -37,7 +39,7 @@ class SGLangOrder(AnyOrder):
     scripts = (sglang_child.__file__,)
 
     def write_plugins(self, folder: Path, installation: Installation) -> None:
-        if (plugin := plugin_of(self, installation)) != NO_PLUGIN:
+        for plugin in plugins_of(self, installation):
             write_plugin(folder, plugin)
 
     def fault(self, log: str) -> str | None:
@@ -66,12 +68,12 @@ class SGLangOrder(AnyOrder):
 
     def environment(self, installation: Installation, plugin: Path, with_flashinfer: bool) -> dict[str, str]:
         """Returns the environment of an engine's process. plugin: the folder that `write_plugin` wrote."""
-        folders, loaded = installation.folders(with_flashinfer), plugin_of(self, installation)
-        paths = {PLUGIN: [plugin, ROOT], FA3: [plugin]}.get(loaded, []) + folders
+        folders, loaded = installation.folders(with_flashinfer), plugins_of(self, installation)
+        paths = [*([plugin] if loaded else []), *([ROOT] if PLUGIN in loaded else []), *folders]
         told = shared_environment(paths) | SET
         scripts = [str(folder / "bin") for folder in folders if (folder / "bin").is_dir()]  # FlashInfer's ninja
         told["PATH"] = os.pathsep.join([*scripts, os.environ.get("PATH", os.defpath)])
-        told["SGLANG_PLUGINS"] = loaded
+        told["SGLANG_PLUGINS"] = ",".join(loaded) or NO_PLUGIN
         if self.is_plugged and self.asked is not None:
             told["EAGLE_KERNELS_SGLANG"] = self.asked
         if self.rule is not None:
@@ -118,11 +120,12 @@ class Order(TimedOrder, SGLangOrder):
         }  # fmt: skip
 
 
-def plugin_of(order: AnyOrder, installation: Installation) -> str:
-    """Returns the name of the only plug-in that an engine may load."""
-    if order.is_plugged:
-        return PLUGIN
-    return FA3 if order.backend == FA3 and not installation.has_own_fa3() else NO_PLUGIN
+def plugins_of(order: AnyOrder, installation: Installation) -> list[str]:
+    """Returns the names of the only plug-ins that an engine may load."""
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    reads_by_fa3 = order.is_plugged and is_hopper and fa3.find_library() is not None
+    is_given = (order.backend == FA3 or reads_by_fa3) and not installation.has_own_fa3()
+    return [PLUGIN] * order.is_plugged + [FA3] * is_given
 
 
 def write_plugin(folder: Path, name: str = PLUGIN) -> None:

@@ -198,7 +198,8 @@ def test_a_draft_that_rests_costs_nothing(target, texts, soon, monkeypatch):
     serve(engine, texts[0], 20)
     reasons = {each.draft: each.resting for each in engine.candidates}
     assert reasons.keys() == {None, "wrong", "right"} and reasons[None] is reasons["right"] is None
-    assert re.fullmatch(r"at most 1..\.. tokens/s of a request, others at least [1-6]..\..", reasons["wrong"])
+    told = re.fullmatch(r"at most (\d+\.\d) tokens/s of a request, others at least (\d+\.\d)", reasons["wrong"])
+    assert 100 < float(told[1]) < float(told[2]) < 1000
     num_read = drafts["wrong"].num_read, drafts["right"].num_read
     assert serve(engine, texts[0], 9)["wrong"] == 0
     catch_up, caught_up = StepRunner.catch_up, []

@@ -10,6 +10,7 @@ from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.config.several_drafts import folders_of_drafts
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.engine.step import choice as choices
 from eagle_kernels.engine.step.choice import Fastest
 from eagle_kernels.tools.cli.main import main
 from op_tests.engine import dflash_folders, heads
@@ -70,6 +71,7 @@ def settle(known, rights, num_requests, monkeypatch, ms=planted_ms):
         note(choice, number, num_rows, ms(nodes[number], num_rows), tokens)
 
     monkeypatch.setattr(Fastest, "note", noted)
+    monkeypatch.setattr(choices, "COLD_AFTER", 1)  # on a GPU, whose graphs take longer than these texts
     for _ in range(2):
         before = {each[:5]: each.steps for each in engine.candidates}
         requests = [engine.submit(PROMPT, SamplingParams(max_new_tokens=LENGTH)) for _ in range(num_requests)]

@@ -5,8 +5,8 @@ Computes: k_cache[slots[t]] = key[t], v_cache[slots[t]] = value[t]; slot s is ro
     `rope` and a write after it. A cache of 8 bits gets elements divided by their scale (primitives/fp8.py).
 Invariants: Nothing is written in the caches but the slots of the tokens. Queries are rotated whatever the slot of their
     token. In caches of more bits elements keep their own, NaN as well.
-Grid: (T, head tiles), one program moves a few heads of one of T tokens: of keys and values (of either, where a few
-    tokens go into caches of 8 bits), or of queries.
+Grid: (T, head tiles), one program moves a few heads of one of T tokens: of keys and values (of either, with a few
+    tokens), or of queries.
 Launches: 1
 Traffic: element bytes * T * (2 * Hkv + 2 * Hq) * D, cache element bytes * 2 * T * Hkv * D, and a row of each table a
     token; for Hq query heads and Hkv KV heads of D elements.
@@ -31,7 +31,7 @@ MUTATES = ("k_cache", "v_cache")
 IN_PLACE = {"out": ("query",)}
 
 # tile_elements: those of the heads that a program moves, 8 a thread. few_tokens: with up to so many tokens, keys and
-# values that are rounded to 8 bits have programs of their own: the rounding takes longer than the reading.
+# values have programs of their own, which run side by side.
 TUNING = {"default": {"tile_elements": 1024, "num_warps": 4, "few_tokens": 32}}
 
 
@@ -247,7 +247,7 @@ def write_kv(
     num_pages, page_size, num_kv_heads, _ = k_cache.shape
     fp8_bias = fp8.BIAS.get(k_cache.dtype, 0)
     tuned = dict(tuning.row(TUNING, key.device))
-    is_apart = num_tokens <= tuned.pop("few_tokens") and k_cache.element_size() == 1
+    is_apart = num_tokens <= tuned.pop("few_tokens")
     block_head = rotary.tile_of_heads(max(num_query_heads, num_kv_heads), head_dim, tuned.pop("tile_elements"))
     num_kv_tiles = (1 + is_apart) * triton.cdiv(num_kv_heads, block_head)
     launch(

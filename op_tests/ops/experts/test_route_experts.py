@@ -182,7 +182,8 @@ def wrong_calls():
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_full_cross(mode, device):
-    for num_experts, num_rows in itertools.product((8, 32, 64, 160, 256, 512), (1, 7, 64, 257, 4096)):
+    sizes = (8, 32, 64, 160, 256, 512)[1 if "num_groups" in MODES[mode] else 0 :]  # 8 groups need more than 8 experts
+    for num_experts, num_rows in itertools.product(sizes, (1, 7, 64, 257, 4096)):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             values = make(num_rows, num_experts, dtype=dtype, top_k=6, device=device, **MODES[mode])
             case = f"{num_rows} x {num_experts} {dtype}"

@@ -37,6 +37,7 @@ def rounded(x: torch.Tensor, size: int) -> torch.Tensor:
     """Returns x as 8 bits hold it, each row, or each `size` columns of one, with a scale of its own.
     The scales are fp32 whatever the dtype of x, so that float64 rounds the same way."""
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size)).unflatten(1, (-1, size))
-    scales = groups.abs().amax(dim=2, keepdim=True).clamp(min=LEAST) / LARGEST
+    # by a tensor: torch multiplies by the inverse of a number on a GPU, which rounds otherwise
+    scales = groups.abs().amax(dim=2, keepdim=True).clamp(min=LEAST) / groups.new_tensor(LARGEST)
     codes = (groups / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
     return (codes * scales).flatten(1)[:, : x.shape[1]]
