@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", required=True, help="name of the op")
     parser.add_argument("--vary", action="append", default=[], metavar="NAME=VALUE,...",
                         help="an entry of the row and values for it, tuples as 1/2; may be given again")  # fmt: skip
+    parser.add_argument("--rows", type=Path, help="a file with a JSON list of entries that belong together, as well")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--draw", type=int, metavar="SEED", help="cases drawn from a seed, not the declared ones")
     parser.add_argument("--count", type=int, default=20, help="how many are drawn (default: 20)")
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no op {options.op}")
     cases = benchmark.cases if options.draw is None else benchmark.drawn(options.draw, options.count)
     cases = [case for case in cases if options.case in case.name]
-    variants = [{}, *_variants(options.vary)]
+    variants = [{}, *_variants(options.vary), *(json.loads(options.rows.read_text()) if options.rows else [])]
     if options.compile:
         compiler = Compiler(options.compile)
         for case in cases:
