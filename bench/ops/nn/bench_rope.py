@@ -2,6 +2,7 @@
 
 import torch
 
+import eagle_kernels
 from bench.harness import grid
 from bench.harness.inputs import HEADS, SMALL_HEADS, half_dtype, rotary_tables
 from bench.peers import sglang_ops
@@ -55,6 +56,12 @@ def prepare_torch(values):
         return {name: values[name] * cos + rotate_half(values[name]) * sin for name in ("query", "key")}
 
     return run
+
+
+def prepare_in_place(values):
+    """Into the query and the key themselves, as SGLang's does: what is written was just read, and lies in the cache."""
+    own = {name: values[name].clone() for name in ("query", "key")}
+    return lambda: eagle_kernels.raw.rope(**values | own, out=tuple(own.values()))
 
 
 PEERS = {"torch_compile": compiled(prepare_torch), "sglang": sglang_ops.rope}

@@ -41,7 +41,7 @@ def _silu_and_mul_kernel(
     gate = tl.load(gate_row_ptr + column, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(up_row_ptr + column, mask=is_column, other=0.0).to(tl.float32)
     dtype = output_ptr.dtype.element_ty
-    activated = tl.math.div_rn(gate, 1.0 + tl.exp(-gate))
+    activated = gate / (1.0 + tl.exp(-gate))
     if IS_ROUNDED:
         activated = activated.to(dtype).to(tl.float32)
     output_row_ptr = output_ptr + token * stride_output_token * UNIT
