@@ -10,6 +10,7 @@ import torch
 
 from eagle_kernels import reference
 from eagle_kernels.raw import plan_attention
+from eagle_kernels.runtime.language import is_interpreting
 
 VOCABULARY = 128256
 # Qwen's
@@ -191,8 +192,10 @@ def lengths(batch_size: int, longest: int, spread: str) -> torch.Tensor:
 
 
 def half_dtype(device) -> torch.dtype:
-    """bf16; fp16 without a GPU, as Triton's interpreter neither multiplies bf16 matrices nor rounds to bf16."""
-    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float16
+    """bf16, also where kernels are compiled for a GPU that is not here; fp16 in Triton's interpreter, which neither
+    multiplies bf16 matrices nor rounds to bf16."""
+    is_run = torch.device(device).type == "cuda" or not is_interpreting()
+    return torch.bfloat16 if is_run else torch.float16
 
 
 def rotary_tables(device, num_positions: int, rotary_dim: int) -> dict:
