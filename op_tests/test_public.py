@@ -3,6 +3,7 @@
 import sys
 import warnings
 
+import numpy
 import pytest
 import torch
 
@@ -19,6 +20,23 @@ def test_a_missing_argument_is_named():
     del values["topk"]
     with pytest.raises(TypeError, match="^eagle_kernels.build_tree: missing a required .*'topk'$"):
         eagle_kernels.build_tree(**values)
+
+
+def test_what_is_given_by_position_is_told():
+    values, sizes = make_tree(2, 4, 3, 8), ("topk", "spec_steps", "num_verify_tokens")
+    given = [values[name] for name in ("verified_id", "parent_list", "top_scores_index", "draft_tokens", "seq_lens")]
+    rule = "too many positional arguments, of which verified_id, .*, seq_lens_sum may be; give the others by name"
+    with pytest.raises(TypeError, match=f"^eagle_kernels.build_tree: {rule}$"):
+        eagle_kernels.build_tree(*given, None, *(values[name] for name in sizes))
+
+
+@pytest.mark.parametrize("module", [eagle_kernels, eagle_kernels.raw])
+def test_numbers_of_numpy_are_told_from_those_of_python(module):
+    values = make_tree(2, 4, 3, 8)
+    with pytest.raises(TypeError, match=r"^eagle_kernels.build_tree: topk must be an int, got numpy\.int64$"):
+        module.build_tree(**{**values, "topk": numpy.int64(values["topk"])})
+    with pytest.raises(TypeError, match="seq_lens must be a tensor, got numpy.ndarray$"):
+        module.build_tree(**{**values, "seq_lens": values["seq_lens"].numpy()})
 
 
 def test_debug_mode_checks_the_length_sum(monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from eagle_kernels.ops.registry import FAMILIES
+from eagle_kernels.runtime import variables
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS = ROOT / "eagle_kernels" / "ops"
@@ -230,6 +231,18 @@ def test_every_environment_variable_is_on_the_page():
     assert not [name for name in sorted(read) if not any(re.fullmatch(name, each) for each in told)]
     strange = [name for name in told if not any(re.fullmatch(each, name) for each in read)]
     assert all(re.match("by [A-Z]", told[name]) for name in strange), strange
+
+
+def test_a_variable_that_nothing_reads_is_told(monkeypatch):
+    """Those that the library knows are those of the page."""
+    page = set(re.findall(r"EAGLE_KERNELS_\w+", section_of(TROUBLESHOOTING, "Environment variables")))
+    assert page == variables.KNOWN
+    for name in (*page, "EAGLE_KERNELS_FOO", "EAGLE_KERNELS_SGLANG_VERFIY", "EAGLE_KERNEL_BACKEND", "EAGLES"):
+        monkeypatch.setenv(name, "1")
+    with pytest.warns(UserWarning, match="is set, but nothing reads it") as told:
+        variables.warn_of_unknown()
+    meant = [f"did you mean EAGLE_KERNELS_{name}?" for name in ("SGLANG_VERIFY", "BACKEND")]
+    assert [str(each.message).rpartition("; ")[2] for each in told] == ["TROUBLESHOOTING.md lists all", *meant]
 
 
 def test_every_logger_is_on_the_page():

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import check
-from .values import shown
+from .values import shown, type_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,7 +47,7 @@ def host_kinds(op: str, parameters: Mapping[str, inspect.Parameter]) -> Callable
                 continue
             # subclasses pass, IntEnum for one; bool has none
             if type(value) not in exact and (isinstance(value, bool) or not isinstance(value, kinds)):
-                got = shown(value) if kinds == (bool,) else type(value).__name__
+                got = shown(value) if kinds == (bool,) else type_name(value)
                 check.Arguments(op, kwargs).fail(name, rule, got, TypeError)
             if type(value) is int and not -(2**63) <= value < 2**63:
                 check.Arguments(op, kwargs).fail(name, "lie in -2^63..2^63 - 1", value)

@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from .values import shown
+from . import variables
+from .values import shown, type_name
+
+variables.warn_of_unknown()
 
 # Checks of values, which wait for the device; read once, so that a launch that needs no check pays for none.
 _DEBUG = os.environ.get("EAGLE_KERNELS_DEBUG", "")
@@ -73,7 +76,7 @@ class Arguments:
         if value is None and optional:
             return None
         if not isinstance(value, torch.Tensor):
-            self.fail(name, "be a tensor", type(value).__name__, TypeError)
+            self.fail(name, "be a tensor", type_name(value), TypeError)
         if not is_dense(value):
             layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.").lstrip("_")
             self.fail(name, "be a dense tensor", f"a {layout} one")
@@ -112,7 +115,7 @@ class Arguments:
         """Checks and returns an int in low..high (both included); without `high` it is one that int32 holds."""
         value = self.values.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-            self.fail(name, "be an int", type(value).__name__, TypeError)
+            self.fail(name, "be an int", type_name(value), TypeError)
         most = MAX_INT32 if high is None else high
         if value < low and high in (None, math.inf):
             self.fail(name, f"be at least {low}", value)
@@ -124,7 +127,7 @@ class Arguments:
         """Checks and returns an int or a float of at least `low`, neither NaN nor infinite."""
         value = self.values.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-            self.fail(name, "be a number", type(value).__name__, TypeError)
+            self.fail(name, "be a number", type_name(value), TypeError)
         if not -math.inf < value < math.inf:
             self.fail(name, "be a finite number", value)
         if low is not None and value < low:

@@ -193,7 +193,9 @@ class Op:
         try:
             bound = self._signature.bind(*args, **given)
         except TypeError as error:
-            raise TypeError(f"eagle_kernels.{self._op}: {error}") from None
+            placed = [name for name, each in self._signature.parameters.items() if each.kind is not each.KEYWORD_ONLY]
+            rule = f", of which {', '.join(placed)} may be; give the others by name" if len(args) > len(placed) else ""
+            raise TypeError(f"eagle_kernels.{self._op}: {error}{rule}") from None
         contract = self._module.contract({**self._defaults, **bound.arguments, "out": out})
         if out is not None:
             check.allocate(self._op, contract, out)

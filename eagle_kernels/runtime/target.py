@@ -7,6 +7,7 @@ import os
 import torch
 
 from . import language
+from .values import shown
 
 # Shared memory (LDS) that one program may use, in bytes; the compiler itself does not refuse more on every target.
 SHARED_MEMORY_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536, "gfx950": 163_840}
@@ -15,7 +16,9 @@ SHARED_MEMORY_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "g
 FP8_ON = {torch.float8_e4m3fn: "sm_89 and up, gfx950", torch.float8_e4m3fnuz: "gfx942"}
 
 # A switch for whoever suspects it: results are the same without, launches take longer.
-_PDL_IS_WANTED = os.environ.get("EAGLE_KERNELS_PDL", "1") != "0"
+_PDL = os.environ.get("EAGLE_KERNELS_PDL", "")
+if _PDL not in ("", "0", "1"):
+    raise ValueError(f"EAGLE_KERNELS_PDL must be 0 or 1, got {shown(_PDL)}")
 
 _assumed: str | None = None
 
@@ -33,7 +36,7 @@ def has_dependent_launch(device: torch.device) -> bool:
     """Returns whether kernels start while the one before ends, see primitives/dependent_launch.py."""
     name = architecture(device)
     is_able = name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
-    return is_able and _PDL_IS_WANTED and language.HAS_DEPENDENT_LAUNCH
+    return is_able and _PDL != "0" and language.HAS_DEPENDENT_LAUNCH
 
 
 class NotSupported(ValueError):

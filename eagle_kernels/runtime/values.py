@@ -106,6 +106,11 @@ def shown(value: Any, text_of: Callable[[Any], str] = repr, most: int = 60) -> s
     return one_line(text, most)
 
 
+def type_name(value: Any) -> str:
+    """Returns what an error calls the type of a value: an int64 of NumPy would else look like the int it should be."""
+    return ("numpy." if type(value).__module__ == "numpy" else "") + type(value).__name__
+
+
 def shown_name(name: Any) -> str:
     """Returns a name that a caller made up, without quotes: in one line, with escapes for what cannot be printed."""
     return one_line(repr(str(name))[1:-1])

@@ -158,6 +158,7 @@ MISFITS = [
     ("head", "target", ("mtp", "ngram"), "method must be 'eagle' or None for a draft of EagleHead, got 'mtp'; "),
     ("small", "target", "mtp", "{draft}: holds no next-token modules, which method='mtp' needs: no tensor is named"),
     (None, "target", "mtp", "{target}: holds no next-token modules, which method='mtp' needs: no tensor is named"),
+    (None, "target", "mtp", "model.mtp_layers.* (MiMo), model.layers.*.eh_proj.* (DeepSeek, Kimi, GLM) or model.mtp_b"),
     (None, "target", None, "draft_model must be a folder of an EAGLE head or a smaller language model ('ngram' and"),
     (None, "target", "draft_model", "need none) for method='draft_model', got None"),
     (None, "modules", None, "need none, 'mtp' reads the target's own modules) for method=None, got None"),

@@ -185,6 +185,8 @@ def test_values_agree_whatever_their_types(one, other, is_same):
         (lambda e: e.generate([1], stream=True), "stream must be False or absent, since stream and stream_text of the"),
         (lambda e: e.generate([1], attention_mask=[1]), "since prompts are lists of any lengths, without padding"),
         (lambda e: list(e.stream([1], num_beams=4)), "stream: num_beams must be 1 or absent"),
+        (lambda e: e.generate([1], progres=1), "in EAGLEConfig or SamplingParams; did you mean progress?"),
+        (lambda e: e.benchmark([1], batchsize=2), "in EAGLEConfig or SamplingParams; did you mean batch_size?"),
         (lambda e: e.warmup(temprature=1), "warmup: there is no field temprature in EAGLEConfig or SamplingParams; di"),
         (lambda e: e.benchmark([1], 2, use_beam_search=True), "benchmark: use_beam_search must be False or absent"),
         (lambda e: e.submit([1], temperature=1), "submit: there is no argument temperature; SamplingParams and EAGLEC"),

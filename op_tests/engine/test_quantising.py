@@ -149,6 +149,12 @@ def test_other_names_are_refused(plain, chosen, told):
     assert told in str(caught.value)
 
 
+def test_parts_that_the_folder_lacks_are_refused(plain):
+    with pytest.raises(ModelError, match="quantize must name a part that the folder holds, and it holds none of those"):
+        load_target(plain, quantize={"experts": "wint8"})
+    load_target(plain, quantize={"experts": "wint8", "dense": "wint8"})  # as the name alone
+
+
 def test_weights_that_cannot_be_quantised_are_named(plain, tmp_path):
     folder = save(tmp_path, SIZES, load_file(plain / "model.safetensors"))
     name = "model.layers.1.mlp.up_proj.weight"

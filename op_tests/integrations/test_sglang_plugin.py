@@ -344,6 +344,21 @@ def test_what_match_refuses(started, monkeypatch, changes, text, rule):
         check(given)
 
 
+@pytest.mark.parametrize(("variable", "is_refused"), [("draft", True), ("none", False), (None, False)])
+def test_match_without_the_part_that_samples(started, monkeypatch, caplog, variable, is_refused):
+    """Where other parts are on it is refused, and where the plug-in is off the log says that nothing matches."""
+    told = f"{parts.RULE}=match needs the part verify: {parts.VARIABLE}=verify, or --attention-backend eagle_kernels"
+    monkeypatch.setenv(parts.RULE, "coins")
+    check = started(variable or "none", attention_backend="triton").function(BY_NAME["check_server_args"].target)
+    monkeypatch.setenv(parts.RULE, "match")
+    if is_refused:
+        with pytest.raises(ValueError, match=f"^eagle_kernels: {told}$"):
+            check(arguments(attention_backend="triton"))
+        return
+    check(arguments(attention_backend="triton"))
+    assert f"{told}; SGLang samples by its own rule" in caplog.text
+
+
 def test_it_names_all_reasons(framework):
     given = arguments(device="cpu", speculative_eagle_topk=17)
     assert len(guards.refusals(given)) == 2

@@ -123,6 +123,13 @@ def test_a_wrong_word_ends_the_process(monkeypatch, value, wrong):
     assert not any(map(is_hooked, ALL)) and not stub.OVERRIDES
 
 
+def test_a_wrong_reader_of_prompts_ends_the_process(monkeypatch):
+    monkeypatch.setenv(parts.PROMPTS, "our")
+    with pytest.raises(SystemExit, match=f"{parts.PROMPTS} must be ours or not be set; got 'our'$"):
+        register()
+    assert not any(map(is_hooked, ALL)) and not stub.OVERRIDES
+
+
 @pytest.mark.parametrize(
     ("value", "backend", "asked"),
     [

@@ -332,5 +332,6 @@ def test_a_switch_is_on_or_off(monkeypatch):
     for value, is_on in (("", False), ("0", False), ("1", True)):
         monkeypatch.setenv("EAGLE_KERNELS_DEBUG", value)
         assert runpy.run_module("eagle_kernels.runtime.check")["DEBUG"] is is_on
-    monkeypatch.setenv("EAGLE_KERNELS_DEBUG", "yes")
-    assert refused(runpy.run_module, "eagle_kernels.runtime.check") == "EAGLE_KERNELS_DEBUG must be 0 or 1, got 'yes'"
+    for name, module in (("EAGLE_KERNELS_DEBUG", "check"), ("EAGLE_KERNELS_PDL", "target")):
+        monkeypatch.setenv(name, "yes")
+        assert refused(runpy.run_module, f"eagle_kernels.runtime.{module}") == f"{name} must be 0 or 1, got 'yes'"

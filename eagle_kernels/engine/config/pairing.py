@@ -17,7 +17,7 @@ from ..models.causal_draft import CausalDraft
 from ..models.checkpoint import brief, naming, read_folder, read_json
 from ..models.dflash import load_dflash
 from ..models.end_tokens import end_tokens, read_eos_token_ids
-from ..models.head_formats import KINDS, MODULE_PREFIX, read_mask_token
+from ..models.head_formats import KINDS, MODULE_NAMES, read_mask_token
 from ..models.hydra import load_hydra
 from ..models.loading import load_draft, load_medusa, load_target, read_dtype, read_kind
 from ..models.protocol import FINAL_NORM, DraftModel, KVShape, ModelError, TargetModel, sizes_of
@@ -158,7 +158,7 @@ def _choose_draft(target_folder: str | Path, folder: str | Path | None, config: 
         method = "draft_model"  # a model with modules is a language model as well
     for other in wanted:
         if other == "mtp" and method == "draft_model":
-            rule = f"holds no next-token modules, which method='mtp' needs: no tensor is named {MODULE_PREFIX}*"
+            rule = f"holds no next-token modules, which method='mtp' needs: no tensor is named {MODULE_NAMES}"
             raise ModelError(f"{brief(str(folder), 250)}: {rule}")
         if other != method:
             rule = f"method must be {method!r} or None for a draft of {class_name}, got {other!r}"

@@ -117,6 +117,8 @@ NEXT_TOKEN_MODULES = HeadFormat("MiMo (next-token modules)", lambda config: Fals
 DEEPSEEK_MODULES = HeadFormat("DeepSeek (next-token modules)", lambda config: False)
 _DEEPSEEK_PARTS = {"enorm.": "token_layernorm.", "hnorm.": "hidden_layernorm.", "eh_proj.": "input_proj.",
                    "shared_head.norm.": "final_layernorm."}  # fmt: skip
+# in errors: what the three layouts call their tensors
+MODULE_NAMES = f"{MODULE_PREFIX}* (MiMo), model.layers.*.eh_proj.* (DeepSeek, Kimi, GLM) or model.mtp_block.* (ERNIE)"
 ERNIE_MODULES = HeadFormat("ERNIE (next-token modules)", lambda config: False)
 _ERNIE_PARTS = {"emb_norm": "token_layernorm.", "hidden_norm": "hidden_layernorm.", "linear_proj": "input_proj.",
                 "block": ""}  # fmt: skip

@@ -317,7 +317,7 @@ def read_head(
     with naming(folder):
         config, checkpoint, kind = _open(folder, of_draft=True)
         if kind == "language model":
-            modules = f"num_nextn_predict_layers is set, but no tensor is named {head_formats.MODULE_PREFIX}*"
+            modules = f"num_nextn_predict_layers is set, but no tensor is named {head_formats.MODULE_NAMES}"
             fault = "" if is_off(config.get("num_nextn_predict_layers")) else f" ({modules})"
             way = "EAGLEInference.from_pretrained(draft, target) drafts with it"
             raise ModelError(f"holds a language model, not a draft head{fault}; {way}")

@@ -49,6 +49,8 @@ def quantise_linears(
             del tensors[name]
         else:
             held.setdefault(around, {})[kind] = tensors[name]
+    if quantisation.at_load is not None and all(quantisation.at_load(name) is None for name in held):
+        raise ModelError("quantize must name a part that the folder holds, and it holds none of those named")
     for path, linear in list(module.named_modules()):
         if is_plain_mixture(linear):
             _quantise_experts(module, path, held, quantisation)

@@ -295,7 +295,7 @@ def _fail_unknown(owner: str, name: str, own: Collection[str], where: str) -> No
         *others, last = records or [*homes][:1]
         has = f"{', '.join(others)} and {last} have" if others else f"{last} has"
         raise UnknownName(f"{told}; {has} {homes[last]}")
-    meant = suggest(name, own)
+    meant = suggest(name, {*own, *_OWNERS.get(owner, ())})
     if meant is not None:
         raise UnknownName(f"{told}; did you mean {meant}?")
     raise UnknownName(told if where else f"{told}; there are {', '.join(sorted(own))}")

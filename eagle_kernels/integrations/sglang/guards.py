@@ -123,6 +123,11 @@ def check_server_args(original, server_args):
         raise ValueError(
             f"eagle_kernels: --attention-backend {NAME} needs the part attention, which {VARIABLE} leaves out"
         )
+    if parts.is_matching() and "match" not in asked:
+        told = f"eagle_kernels: {RULE}=match needs the part verify: {VARIABLE}=verify, or --attention-backend {NAME}"
+        if asked:
+            raise ValueError(told)
+        parts.logger.warning("%s; SGLang samples by its own rule", told)
     reasons = refusals(server_args)
     if reasons:
         raise ValueError(f"eagle_kernels: the attention backend {NAME} does not support " + "; nor ".join(reasons))

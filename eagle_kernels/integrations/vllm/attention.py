@@ -22,8 +22,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from ...ops import gqa_decode, prefill_attention, tree_attention
 from ...ops.attention.tree_attention import Output as Attended
 from ...primitives.paging import MAX_HEAD_DIM, MAX_PAGE_SIZE
-from .parts import KV_DTYPES, SWITCHES, backend_name
-from .rows import Rows, RowsOfSteps, reads_prompts
+from .parts import KV_DTYPES, SWITCHES, backend_name, reads_prompts
+from .rows import Rows, RowsOfSteps
 from .trees import Level
 
 

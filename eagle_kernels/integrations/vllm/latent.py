@@ -17,8 +17,8 @@ from ...ops import mla_decode, mla_prefill, mla_tree_attention
 from ...ops.latent.mla_decode import Output as Attended
 from ...ops.latent.shared.latents import MAX_LATENT_DIM, MAX_ROPE_DIM
 from ...primitives.paging import MAX_PAGE_SIZE
-from .parts import LATENTS, SWITCHES, backend_name
-from .rows import Rows, RowsOfSteps, reads_prompts
+from .parts import LATENTS, SWITCHES, backend_name, reads_prompts
+from .rows import Rows, RowsOfSteps
 from .trees import Level
 
 _ALL = 2**31 - 1  # longer than any rows of a request

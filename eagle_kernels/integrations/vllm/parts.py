@@ -9,6 +9,7 @@ from ..shared.parts import Parts
 logger = logging.getLogger("vllm.eagle_kernels")
 
 VARIABLE = "EAGLE_KERNELS_VLLM"
+PROMPTS = "EAGLE_KERNELS_VLLM_PROMPTS"
 KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")  # that ours reads
 PARTS = {
     "attention": "decode and verification of drafts",
@@ -26,6 +27,14 @@ SWITCHES = Parts(
 def asked_by_variable() -> frozenset[str] | None:
     """Returns the parts that EAGLE_KERNELS_VLLM names, none for `none`, and None where it is not set."""
     return SWITCHES.named(os.environ.get(VARIABLE, ""))
+
+
+def reads_prompts() -> bool:
+    """Returns whether prompts are to be read by ours on every GPU, as EAGLE_KERNELS_VLLM_PROMPTS=ours asks for."""
+    reader = os.environ.get(PROMPTS, "").strip()
+    if reader not in ("", "ours"):
+        raise ValueError(f"eagle_kernels: {PROMPTS} must be ours or not be set; got {reader!r}")
+    return reader == "ours"
 
 
 def backend_name() -> str:

@@ -9,7 +9,7 @@ from enum import Enum
 from ..shared.hooks import Hook, marked, resolve
 from ..shared.versions import is_taken
 from . import hooks
-from .parts import SWITCHES, asked_by_variable, backend_name, logger
+from .parts import SWITCHES, asked_by_variable, backend_name, logger, reads_prompts
 
 FORCE = "EAGLE_KERNELS_VLLM_FORCE"
 
@@ -19,10 +19,11 @@ def register() -> None:
 
     vLLM calls this in every process, several times, before the configuration is known, and only logs what is raised
     here. So the guards look at the configuration themselves (`guards.py`). The process ends here only if
-    EAGLE_KERNELS_VLLM is wrong, or asks for parts while a guard cannot be hooked.
+    a variable of ours is wrong, or EAGLE_KERNELS_VLLM asks for parts while a guard cannot be hooked.
     """
     try:
         asked = asked_by_variable()
+        reads_prompts()
     except ValueError as error:
         raise SystemExit(str(error)) from None
     if not is_taken("vllm", "vLLM", hooks.TESTED, FORCE, os.environ.get(FORCE) == "1", logger):

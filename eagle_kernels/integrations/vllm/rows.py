@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +9,6 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...ops import plan_attention
 from ...ops.attention.shared.drafts import MAX_QUERY
-
-PROMPTS = "EAGLE_KERNELS_VLLM_PROMPTS"
-
-
-def reads_prompts() -> bool:
-    """Returns whether prompts are to be read by ours on every GPU."""
-    return os.environ.get(PROMPTS) == "ours"
 
 
 @dataclass
