@@ -29,4 +29,4 @@ _HOMES = {
 }
 __all__ = ["__version__", *_HOMES]
 __getattr__, __dir__ = lazily(__name__, {**_HOMES, "engine": ".engine:", "types": ".types:"})
-del interrupts
+del interrupts, lazily

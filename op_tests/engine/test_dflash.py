@@ -117,7 +117,7 @@ def test_folders_that_are_refused(case, tmp_path):
 def test_what_a_draft_is_not(tmp_path):
     target, draft = pair(tmp_path)
     assert read_kind(tmp_path) == "DFlash" and draft.aux_layers == (1, 4)
-    with pytest.raises(ModelError, match="is a DFlash draft: a draft, not a target"):
+    with pytest.raises(ModelError, match="holds a DFlash draft: a draft, not a target"):
         load_target(tmp_path)
     with pytest.raises(ModelError, match="holds a DFlash draft, which load_dflash loads"):
         load_draft(tmp_path, target)

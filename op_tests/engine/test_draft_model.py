@@ -77,8 +77,8 @@ def load(tmp_path, draft_words, target_words, vocab_size=64, **added):
 
 REFUSED = {
     "another id": (WORDS | {"w3": 4, "w4": 3}, WORDS, "must have the same tokenizer, but 'w[34]' is [34] in one and"),
-    "a word more": (WORDS | {"more": 55}, WORDS, "must have the same tokenizer, but only one of them has 'more'"),
-    "no tokenizer": (None, WORDS, "must have the same tokenizer, but only one of them has a tokenizer.json"),
+    "a word more": (WORDS | {"more": 55}, WORDS, "must have the same tokenizer, but only the first has 'more'"),
+    "no tokenizer": (None, WORDS, "must have the same tokenizer, but only the second has a tokenizer.json"),
 }
 
 
@@ -87,7 +87,7 @@ def test_folders_of_other_tokenizers(tmp_path, case):
     draft_words, target_words, message = REFUSED[case]
     with pytest.raises(ModelError, match=message):
         load(tmp_path, draft_words, target_words)
-    with pytest.raises(ModelError, match="only one of them has '<think>'"):
+    with pytest.raises(ModelError, match="only the (first|second) has '<think>'"):
         load(tmp_path / "added", WORDS, WORDS, added=[("<think>", 55)])
 
 
@@ -162,7 +162,7 @@ MISFITS = [
     (None, "target", None, "draft_model must be a folder of an EAGLE head or a smaller language model ('ngram' and"),
     (None, "target", "draft_model", "need none) for method='draft_model', got None"),
     (None, "modules", None, "need none, 'mtp' reads the target's own modules) for method=None, got None"),
-    ("target", "head", None, "{target}: is an EAGLE-3 head: a draft, not a target; are draft and target swapped?"),
+    ("target", "head", None, "{target}: holds an EAGLE-3 head: a draft, not a target; are draft and target swapped?"),
 ]  # fmt: skip
 
 

@@ -229,7 +229,9 @@ def test_what_is_no_path_is_named_by_its_argument(target_folder, draft_folder, v
     for argument, call in calls.items():
         with pytest.raises(ValueError) as caught:
             call()
-        assert str(caught.value) == f"{argument} must be the path of a model's folder, got {value!r}"
+        is_one_of_several = argument.endswith("from_pretrained: draft_model") and not isinstance(value, str)
+        several = ", or a list of such paths" if is_one_of_several else ""
+        assert str(caught.value) == f"{argument} must be the path of a model's folder{several}, got {value!r}"
     with pytest.raises(ValueError, match="load_draft: target must be a TargetModel, as load_target returns, got "):
         load_draft(draft_folder, target_folder)
 
@@ -367,7 +369,7 @@ def test_a_model_without_an_output_for_texts(target_folder, tmp_path):
 
 
 def test_draft_and_target_that_are_swapped(target_folder, draft_folder):
-    swapped = "is an EAGLE-3 head: a draft, not a target; are draft and target swapped? EAGLEInference takes the draft"
+    swapped = "holds an EAGLE-3 head: a draft, not a target; are draft and target swapped? EAGLEInference takes"
     assert swapped in refused(load_target, draft_folder)
     assert swapped in refused(EAGLEInference.from_pretrained, target_folder, draft_folder, device="cpu")
     told = refused(load_draft, target_folder, load_target(target_folder))

@@ -218,7 +218,7 @@ def test_folders_that_are_refused(case, tmp_path):
 
 def test_a_head_is_no_target_and_has_a_fit(tmp_path):
     write_peagle(tmp_path)
-    with pytest.raises(ModelError, match="is a P-EAGLE head: a draft, not a target"):
+    with pytest.raises(ModelError, match="holds a P-EAGLE head: a draft, not a target"):
         load_target(tmp_path)
     with pytest.raises(ModelError, match="vocab_size 61 is not the target's 70"):
         load_draft(tmp_path, random_llama(num_layers=8, vocab_size=70))

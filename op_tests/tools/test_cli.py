@@ -456,7 +456,7 @@ DEVICES = "--device must be auto, cpu, cuda or cuda:N"
         (["--target", TARGET, "--draft", "/no/draft"], "/no/draft: there is no such folder"),
         (["--target", TARGET / "config.json", "--draft", DRAFT], "config.json: is a file, not a folder; name the"),
         (["--target", TARGET, "--draft", TARGET / "config.json"], "config.json: is a file, not a folder; name the"),
-        (["--target", DRAFT, "--draft", TARGET], f"{DRAFT}: is an EAGLE-3 head: a draft, not a target; are draft and"),
+        (["--target", DRAFT, "--draft", TARGET], f"{DRAFT}: holds an EAGLE-3 head: a draft, not a target; are draft"),
         (["--target", TARGET, "--draft", TARGET, CONFIG, '{"method": "eagle"}'],
          f"or None for a draft of CausalDraft, got 'eagle'; {TARGET} holds a language model"),
         (["--device", "nonsense"], f"{DEVICES}, got 'nonsense'"),

@@ -158,7 +158,7 @@ def test_a_language_model_is_a_draft_too(tmp_path, capsys, monkeypatch):
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     capsys.readouterr()
     assert inspect(folder, "--target", TARGET) == 1
-    assert "only one of them has a tokenizer.json" in read_rows(capsys.readouterr().out)["misfit"]
+    assert "only the first has a tokenizer.json" in read_rows(capsys.readouterr().out)["misfit"]
 
 
 def test_options_and_defaults_without_a_target(tmp_path):
@@ -227,7 +227,7 @@ def test_a_sweep_measures_what_fits_and_changes_nothing(aux_layers, monkeypatch)
         (["--target", TARGET], "--target must come with the folder of a head"),
         ([DRAFT, "--sweep", PROMPTS], "--sweep needs the target as well: --target"),
         ([DRAFT, "--target", TARGET, "--sweep", "nowhere.txt"], "nowhere.txt: there is no such file of prompts"),
-        ([TARGET, "--target", DRAFT], f"{DRAFT}: is an EAGLE-3 head: a draft, not a target; are draft and target"),
+        ([TARGET, "--target", DRAFT], f"{DRAFT}: holds an EAGLE-3 head: a draft, not a target; are draft and target"),
         ([TARGET, "--sweep", PROMPTS], "--sweep needs the target as well: --target"),
     ],
 )

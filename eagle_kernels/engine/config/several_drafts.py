@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,9 @@ def folders_of_drafts(given: Any) -> dict[str, Path]:
         _check_list(found, [folder.resolve() for folder in found], [brief(str(folder), 250) for folder in found])
         are_short = len({folder.name for folder in found}) == len(found)
         return {folder.name if are_short else str(folder): folder for folder in found}
+    if not isinstance(given, (str, os.PathLike)):
+        rule = "be the path of a model's folder, or a list of such paths"
+        raise ValueError(f"{_ARGUMENT} must {rule}, got {shown(given)}")
     folder = read_folder(_ARGUMENT, given)
     if not folder.is_dir() or (folder / "config.json").is_file():
         return {}

@@ -81,7 +81,7 @@ def load_target(
         content, checkpoint, kind = _open(folder)
         if kind in head_formats.HEADS:
             swapped = "are draft and target swapped? EAGLEInference takes the draft first"
-            raise ModelError(f"is {head_formats.KINDS[kind].called}: a draft, not a target; {swapped}")
+            raise ModelError(f"holds {head_formats.KINDS[kind].called}: a draft, not a target; {swapped}")
         if kind is None and head_formats.is_of_other_kind(content):
             raise ModelError(f"is {head_formats.tell_other_kind(content)}, not a causal language model")
         if read_model_type(content) not in FAMILIES:

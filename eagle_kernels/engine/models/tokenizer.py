@@ -271,13 +271,13 @@ def check_same_vocabulary(folder: str | Path, other: str | Path) -> bool:
     if first is None and second is None:
         return all(map(holds_bytes, folders)) or any(_is_same_file(name, *folders) for name in _OLD_FILES)
     if first is None or second is None:
-        raise ModelError(f"{rule}, but only one of them has a tokenizer.json")
+        raise ModelError(f"{rule}, but only the {'first' if second is None else 'second'} has a tokenizer.json")
     for token in first.keys() & second.keys():
         if first[token] != second[token]:
             raise ModelError(f"{rule}, but {shown(token)} is {first[token]} in one and {second[token]} in the other")
     rest = sorted(first.keys() ^ second.keys())
     if rest:
-        raise ModelError(f"{rule}, but only one of them has {shown(rest[0])}")
+        raise ModelError(f"{rule}, but only the {'first' if rest[0] in first else 'second'} has {shown(rest[0])}")
     return True
 
 
