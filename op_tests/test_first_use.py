@@ -74,7 +74,6 @@ for module in (eagle_kernels, ops, raw, types, ops.tree):
         module.no_such_name
     except AttributeError as error:
         assert str(error) == f"module '{module.__name__}' has no attribute 'no_such_name'"
-        assert (error.name, error.obj) == ("no_such_name", module)  # from which Python finds what was meant
 assert "build_tree" in dir(ops.tree) and {"engine", "types", "reference"} <= {*dir(eagle_kernels)}
 assert not imported("triton", "eagle_kernels.engine", *FAMILIES)
 """,

@@ -12,8 +12,7 @@ def lazily(module: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any],
 
     def get(name: str) -> Any:
         if name not in homes:
-            told = f"module {module!r} has no attribute {name!r}"
-            raise AttributeError(told, name=name, obj=sys.modules[module])  # from which Python says what was meant
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home, _, attribute = homes[name].partition(":")
         value = import_module(home, sys.modules[module].__package__)
         value = getattr(value, attribute) if attribute else value

@@ -73,6 +73,13 @@ def test_without_it_drafts_are_chains(changes):
     assert init_speculator(lambda *given: made, config, "device") is made
 
 
+@pytest.mark.parametrize("name", ["eagle_kernel", "eagle-kernels"])
+def test_a_misspelt_name_is_refused(name):
+    """Else vLLM would draft a chain of all nodes."""
+    with pytest.raises(ValueError, match=f"must name 'eagle_kernels' where trees are wanted; got .*'{name}'"):
+        guards.refusals(configuration(additional_config={"other": 1, name: SHAPE}))
+
+
 @pytest.mark.parametrize(
     ("asked", "tokens", "told"),
     [

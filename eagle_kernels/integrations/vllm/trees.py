@@ -12,6 +12,7 @@ Nodes are in the order of their ids, so parents come before children, and a list
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,8 @@ def shape_of(vllm_config) -> TreeShape | None:
     options, speculation = vllm_config.additional_config, vllm_config.speculative_config
     asked = options.get(OPTION) if isinstance(options, dict) else None
     if asked is None or speculation is None:
+        if isinstance(options, dict) and OPTION not in options and get_close_matches(OPTION, options, 1, 0.8):
+            raise ValueError(f"--additional-config must name {OPTION!r} where trees are wanted; got {[*options]}")
         return None
     if not isinstance(asked, dict) or set(asked) != {"topk", "depth"}:
         raise ValueError(f"{OPTION} in --additional-config must name topk and depth, or be {{}}; got {asked!r}")
