@@ -93,6 +93,9 @@ def size_sweep():
 def wrong_calls():
     chain = {"num_draft_keys": 2, "is_causal": True, "tree_mask": None}
     yield make(3, 4, 32, 2, 1, 16, torch.float32, [20, 4]) | chain, "num_draft_keys must be at least Nq = 3"
+    truths = {"tree_mask": torch.ones(2, 3, 3, dtype=torch.bool)}
+    values = make(3, 4, 32, 2, 1, 16, torch.float32, [20, 4])
+    yield values | truths, "tree_mask must have dtype int64, as pack_tree_mask makes it of bool, got bool"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -60,6 +60,8 @@ def check_mask(args: check.Arguments, rows: DraftRows) -> None:
     if bool(values["is_causal"]) == (values["tree_mask"] is not None):
         given = "both" if values["is_causal"] else "neither"
         args.fail("exactly one of tree_mask and is_causal=True", "be given", given)
+    if getattr(values["tree_mask"], "dtype", None) == torch.bool:
+        args.fail("tree_mask", "have dtype int64, as pack_tree_mask makes it of bool", "bool")
     tree_mask = args.tensor("tree_mask", (*rows.axes, None), (torch.int64,), optional=True)
     most_keys = rows.num_query if rows.is_ragged else rows.num_keys
     if tree_mask is not None and tree_mask.shape[-1] * 64 < most_keys:
