@@ -170,6 +170,9 @@ def contract(values: dict) -> Output:
     args = check.Arguments("verify_tree_greedy", values)
     output = check_tree(args)
     if args.exactly_one("target_predict", "target_logits") == "target_predict":
+        dtype = getattr(values["target_predict"], "dtype", None)
+        if dtype in check.FLOAT:
+            args.fail("target_predict", "have dtype int32 or int64, and logits are target_logits", dtype)
         args.tensor("target_predict", ("B", "N"), check.INTEGER)
     else:
         args.tensor("target_logits", (args.size("B") * args.size("N"), "V"), check.FLOAT, contiguous=1)

@@ -52,6 +52,12 @@ def ahead_of_time_cases():
         yield f"S=0 N=1 {source}", make(2, 1, 1, 1, source=source, vocab_size=2) | {"spec_steps": 0}
 
 
+def wrong_calls():
+    values = make(2, 4, 3, 8, source=torch.float32)
+    logits = {"target_predict": values.pop("target_logits")}
+    yield values | logits, "target_predict must have dtype int32 or int64, and logits are target_logits, got torch.fl"
+
+
 def order_case():
     """From logits, rows of two slices."""
     return make(2, 4, 3, 8, source=torch.float32, vocab_size=9000)
