@@ -370,33 +370,69 @@ def test_a_model_with_a_sampler_of_its_own_keeps_it(sampling):
 
 @pytest.mark.parametrize("kind", ["plain", "drafts"])
 def test_what_is_launched_later_is_compiled_before(sampling, kind, monkeypatch, device):
-    """After vLLM's own warm-up; requests that come then are what they are without one."""
-    seen, order = set(), []
+    """After vLLM's own warm-up, for rows as they lie in its steps, in its stream; requests that come then are what they
+    are without one."""
+    seen, order, layouts, streams, is_gpu = set(), [], set(), set(), torch.device(device).type == "cuda"
+    stream = torch.cuda.Stream() if is_gpu else None
 
     def watched(name, op):
         def call(*args, **values):
+            logits = values.get("logits", values.get("target_logits"))
             seen.add((name, *(each for each in ("top_k", "top_p", "min_p") if values.get(each) is not None)))
+            layouts.add((logits.dtype, logits.stride(), logits.shape[1]))
+            streams.add(torch.cuda.current_stream() if is_gpu else None)
             return op(*args, **values)
 
         return call
+
+    def vllm_s_own(*given):
+        order.append((given, set(seen)))
+        logits, batch = server.batch([[]] * len(ALL))
+        padded = torch.zeros(len(logits), VOCAB + 9, dtype=torch.bfloat16, device=device)
+        server.sampler(padded[:, :VOCAB].copy_(logits), batch)
+        for found in (seen, layouts, streams):
+            found.clear()
 
     for name in ("sample_from_logits", "verify_tree_greedy", "verify_tree_sampled"):
         monkeypatch.setattr(sampling, name, watched(name, getattr(sampling, name)))
     server = Server(sampling, ALL, device)
     runner = SimpleNamespace(
         sampler=server.sampler, rejection_sampler=server.verifier if kind == "drafts" else None, vocab_size=VOCAB,
-        num_speculative_steps=DRAFTS * (kind == "drafts"), max_num_reqs=5, dtype=torch.float32, device=server.device,
+        num_speculative_steps=DRAFTS * (kind == "drafts"), max_num_reqs=5, device=server.device,
     )  # fmt: skip
-    sampling.warmup_kernels(lambda *given: order.append((given, set(seen))), runner, "execute", "sample")
+    with torch.cuda.stream(stream):
+        sampling.warmup_kernels(vllm_s_own, runner, "execute", "sample")
     assert order == [((runner, "execute", "sample"), set())]
     filters = [(), ("top_p",), ("top_k", "top_p")]
     op = "verify_tree_sampled" if kind == "drafts" else "sample_from_logits"
     wanted = {(op, *each) for each in filters} | ({("verify_tree_greedy",)} if kind == "drafts" else set())
-    assert seen == wanted
+    assert seen == wanted and streams == {stream}
+    assert layouts == {(torch.bfloat16, (VOCAB + 9, 1), VOCAB)}
     server.decode()
     fresh = Server(sampling, ALL, device)
     fresh.decode()
     assert server.texts == fresh.texts
+
+
+def test_links_of_chains_stay_where_they_are(sampling, monkeypatch, device):
+    """Several threads compile at once, and kernels may still read the links of a smaller batch."""
+    verifier, places = Server(sampling, ALL, device).verifier, set()
+    monkeypatch.setattr(
+        sampling, "verify_tree_greedy",
+        lambda drafts, *links, **values: places.add(tuple(each.data_ptr() for each in links)) or verify(drafts, *links),
+    )  # fmt: skip
+
+    def verify(drafts, index, child, sibling):
+        size, num_nodes = drafts.shape
+        rows = torch.arange(size * num_nodes, device=device).view(size, num_nodes)
+        assert index.equal(rows) and sibling.eq(-1).all() and index.is_contiguous() and child.is_contiguous()
+        assert child.tolist() == [[*range(1, num_nodes), -1]] * size
+        return SimpleNamespace(predicts=drafts.flatten(), accept_token_num=drafts[:, 0])
+
+    for size in (1, 3, len(ALL), 2):
+        rows = torch.zeros(size * (DRAFTS + 1), dtype=torch.int64, device=device)
+        verifier.verify_whole({"logits": torch.zeros(len(rows), VOCAB, device=device)}, rows, rows)
+    assert len(places) == 1
 
 
 @pytest.mark.parametrize("sampler", [None, "a model's own"])

@@ -309,7 +309,7 @@ CONTRACT = (
                  "expanded_local_pos)\n    self.sampling_states.apply_temperature("),
     )),
     names(_GPU + "model_runner.GPUModelRunner", (
-        "device", "dtype", "max_num_reqs", "num_speculative_steps", "rejection_sampler", "sampler", "vocab_size",
+        "device", "max_num_reqs", "num_speculative_steps", "rejection_sampler", "sampler", "vocab_size",
     )),
     names(_STATES, ("min_p", "seeds", "temperature", "top_k", "top_p", "vocab_size")),
     takes(_STATES + ".max_num_logprobs", ("self", "idx_mapping_np")),
@@ -319,7 +319,7 @@ CONTRACT = (
     takes(_STATES + ".apply_top_k_top_p", _ROWS),
     names(_GPU + "buffer_utils.UvaBackedTensor", ("gpu", "np")),
     names(_GPU + "buffer_utils.StagedWriteTensor", ("gpu",)),
-    names(_GPU + "states.RequestState", ("prefill_len",)),
+    names(_GPU + "states.RequestState", ("max_num_reqs", "prefill_len")),
     call(_GPU + "sample.output.SamplerOutput",
          ("sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected")),
     takes(_GPU + "metrics.logits.get_num_nans", ("logits",)),

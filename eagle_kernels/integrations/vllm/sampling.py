@@ -52,6 +52,7 @@ class MatchSampler(Sampler):
     def sample(self, logits, *given, return_logprobs=False):
         """Draws a token int64 from each row; returns them and the logits that vLLM may make log-probabilities of."""
         SWITCHES.note_use("verify")
+        self.layout = logits.dtype, logits.stride(0)  # with the padding of the vocabulary
         step = Step(**dict(zip(FIELDS, given)))
         logits = self.adjust(logits, step, return_logprobs)
         rows = step.expanded_idx_mapping
@@ -141,7 +142,11 @@ class MatchVerifier(RejectionSampler):
         rates = spec_config.synthetic_acceptance_rates
         is_synthetic = self.synthetic_conditional_rates is not None
         self.rates = torch.tensor(rates, dtype=torch.float32, device=device) if is_synthetic else None
-        self._links: tuple[torch.Tensor, ...] = ()
+        num_nodes = self.num_speculative_steps + 1
+        child = torch.arange(1, num_nodes + 1, device=device).repeat(sampler.req_states.max_num_reqs, 1)
+        child[:, -1] = -1
+        index = torch.arange(child.numel(), device=device).view_as(child)
+        self._links = index, child, torch.full_like(child, -1)  # of chains as trees, of any batch
         self._fronts: dict[int, tuple[torch.Tensor, ...]] = {}  # of the links, by batch size
 
     def __call__(self, logits, input_batch, *given) -> SamplerOutput:
@@ -217,7 +222,7 @@ class MatchVerifier(RejectionSampler):
         if self.rates is not None and Step is not SimpleNamespace:
             # since 0.31 vLLM makes all drafts of a request up before there are any
             is_refused, drafts = drafts[:, 1] < 0, drafts.clamp(min=0)
-        out = self.walk(parameters, drafts, self._chains(len(drafts), drafts.device), pos, num_nodes - 1)
+        out = self.walk(parameters, drafts, self._chains(len(drafts)), pos, num_nodes - 1)
         if "temperature" in parameters:
             tokens, count = out.tokens, out.accept_lengths
         else:  # two launches in the place of `verify_commit` are cheaper for the host
@@ -238,14 +243,8 @@ class MatchVerifier(RejectionSampler):
             parameters["positions"] = pos
         return verify(drafts, *links, **parameters)
 
-    def _chains(self, batch_size: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _chains(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns the links of chains as trees: retrieve_index, retrieve_next_token and retrieve_next_sibling."""
-        num_nodes = self.num_speculative_steps + 1
-        if not self._links or len(self._links[0]) < batch_size:
-            index = torch.arange(batch_size * num_nodes, device=device).view(batch_size, num_nodes)
-            child = torch.arange(1, num_nodes + 1, device=device).expand(batch_size, -1).contiguous()
-            child[:, -1] = -1
-            self._links, self._fronts = (index, child, torch.full_like(child, -1)), {}
         if batch_size not in self._fronts:
             self._fronts[batch_size] = tuple(links[:batch_size] for links in self._links)
         return self._fronts[batch_size]
@@ -270,10 +269,10 @@ def warmup_kernels(original, model_runner, worker_execute_model, worker_sample_t
     if not isinstance(sampler, MatchSampler):  # a model's own, or another rank of a pipeline
         return
     states, num_nodes, device = sampler.sampling_states, 1 + model_runner.num_speculative_steps, model_runner.device
-    calls = []
+    (dtype, stride), calls = sampler.layout, []
     for batch_size in sorted({1, model_runner.max_num_reqs}):  # chains of large ones are walked level by level
         num_rows, places = batch_size * num_nodes, [0] * batch_size
-        logits = torch.zeros((num_rows, model_runner.vocab_size), dtype=model_runner.dtype, device=device)
+        logits = torch.zeros((num_rows, stride), dtype=dtype, device=device)[:, : model_runner.vocab_size]
         rows = torch.zeros(num_rows, dtype=torch.int64, device=device)  # all of the request at place 0
         for temperature, top_k, top_p in COMPILED:
             states.temperature.np[0], states.top_p.np[0], states.min_p.np[0] = temperature, top_p, 0.0
@@ -286,5 +285,12 @@ def warmup_kernels(original, model_runner, worker_execute_model, worker_sample_t
                 draws = sampler.draws(logits, rows, rows, places)
                 calls.append(functools.partial(sample_from_logits, **draws, positions=rows))
 
+    # a new thread has the default stream, which does not wait for another one, or another one for it
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def make(call) -> None:
+        with torch.cuda.stream(stream):
+            call()
+
     with ThreadPoolExecutor() as pool:  # a compiler leaves Python's lock to others most of the time
-        list(pool.map(lambda call: call(), calls))
+        list(pool.map(make, calls))

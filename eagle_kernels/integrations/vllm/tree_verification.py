@@ -44,7 +44,7 @@ class TreeVerifier(MatchVerifier):
         raw = logits
         if wants and sampler.logprobs_mode.startswith("raw_"):
             logits = logits.clone()
-        links = self._chains(len(drafts), drafts.device)[0], trees.current[1], trees.current[2]
+        links = self._chains(len(drafts))[0], trees.current[1], trees.current[2]
         adjusted = self._adjust(logits, drafts, links, pos, of_request, batch)
         parameters = self.parameters(adjusted, of_request, batch.idx_mapping, places)
         path, number, sampled, num_sampled = self._accept(parameters, drafts, self._walked(links), pos)
@@ -62,7 +62,7 @@ class TreeVerifier(MatchVerifier):
     def verify_whole(self, parameters: dict, drafts, pos):
         """Walks chains as trees, to compile what walks trees."""
         drafts = drafts.view(-1, self.trees.shape.num_nodes)
-        return self._accept(parameters, drafts, self._chains(len(drafts), drafts.device), pos)
+        return self._accept(parameters, drafts, self._chains(len(drafts)), pos)
 
     def _accept(self, parameters: dict, drafts, links, pos) -> tuple[torch.Tensor, ...]:
         """Returns the path int32 [B, S + 1] in each tree, b * N + node, how many drafts it has, its tokens int64 [B,
