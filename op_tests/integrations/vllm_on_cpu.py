@@ -136,6 +136,7 @@ def concat_and_cache_mla(latent, key, cache, slots, kv_cache_dtype, scale) -> No
 
 mla_attention.get_mla_prefill_backend = lambda config: NoPrompts
 _custom_ops.concat_and_cache_mla = concat_and_cache_mla
+guards.torch = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: False))  # eager engines may start
 buffer_utils.UvaBufferPool, buffer_utils.get_accelerator_view_from_cpu_tensor = Pool, lambda tensor: tensor
 model_runner.DeviceMemoryProfiler = lambda: contextlib.nullcontext(types.SimpleNamespace(consumed_memory=0))
 REPLAYED: set[int] = set()  # tokens of graphs
