@@ -398,7 +398,7 @@ def test_what_is_launched_later_is_compiled_before(sampling, kind, monkeypatch, 
     server = Server(sampling, ALL, device)
     runner = SimpleNamespace(
         sampler=server.sampler, rejection_sampler=server.verifier if kind == "drafts" else None, vocab_size=VOCAB,
-        num_speculative_steps=DRAFTS * (kind == "drafts"), max_num_reqs=5, device=server.device,
+        num_speculative_steps=DRAFTS * (kind == "drafts"), max_num_reqs=5, dtype=torch.float32, device=server.device,
     )  # fmt: skip
     with torch.cuda.stream(stream):
         sampling.warmup_kernels(vllm_s_own, runner, "execute", "sample")

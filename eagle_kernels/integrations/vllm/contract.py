@@ -309,7 +309,7 @@ CONTRACT = (
                  "expanded_local_pos)\n    self.sampling_states.apply_temperature("),
     )),
     names(_GPU + "model_runner.GPUModelRunner", (
-        "device", "max_num_reqs", "num_speculative_steps", "rejection_sampler", "sampler", "vocab_size",
+        "device", "dtype", "max_num_reqs", "num_speculative_steps", "rejection_sampler", "sampler", "vocab_size",
     )),
     names(_STATES, ("min_p", "seeds", "temperature", "top_k", "top_p", "vocab_size")),
     takes(_STATES + ".max_num_logprobs", ("self", "idx_mapping_np")),

@@ -42,6 +42,8 @@ COMPILED = ((0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 0, 0.9), (1.0, 20, 0.9))
 class MatchSampler(Sampler):
     """vLLM's sampler, which draws by ours."""
 
+    layout = None  # dtype and stride of rows of logits, which may be padded, in the last step
+
     @classmethod
     def of(cls, sampler: Sampler) -> MatchSampler:
         """Returns a sampler with the states of one that vLLM made."""
@@ -52,7 +54,6 @@ class MatchSampler(Sampler):
     def sample(self, logits, *given, return_logprobs=False):
         """Draws a token int64 from each row; returns them and the logits that vLLM may make log-probabilities of."""
         SWITCHES.note_use("verify")
-        self.layout = logits.dtype, logits.stride(0)  # with the padding of the vocabulary
         step = Step(**dict(zip(FIELDS, given)))
         logits = self.adjust(logits, step, return_logprobs)
         rows = step.expanded_idx_mapping
@@ -64,6 +65,7 @@ class MatchSampler(Sampler):
 
         A batch with a request that wants log-probabilities of the logits as they are gets a copy.
         """
+        self.layout = logits.dtype, logits.stride(0)
         if return_logprobs and self.logprobs_mode.startswith("raw_"):
             logits = logits.clone()
         places = step.idx_mapping_np
@@ -269,7 +271,8 @@ def warmup_kernels(original, model_runner, worker_execute_model, worker_sample_t
     if not isinstance(sampler, MatchSampler):  # a model's own, or another rank of a pipeline
         return
     states, num_nodes, device = sampler.sampling_states, 1 + model_runner.num_speculative_steps, model_runner.device
-    (dtype, stride), calls = sampler.layout, []
+    dtype, stride = sampler.layout or (model_runner.dtype, model_runner.vocab_size)
+    calls = []
     for batch_size in sorted({1, model_runner.max_num_reqs}):  # chains of large ones are walked level by level
         num_rows, places = batch_size * num_nodes, [0] * batch_size
         logits = torch.zeros((num_rows, stride), dtype=dtype, device=device)[:, : model_runner.vocab_size]
