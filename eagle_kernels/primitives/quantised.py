@@ -33,11 +33,9 @@ class Format(NamedTuple):
 def _load_words(pointer, block, output, stride, GROUP: tl.constexpr):
     """Loads words of two groups of each output, for a block of columns: see `unpack`."""
     GROUPS: tl.constexpr = 128 // GROUP
-    word_ptrs = pointer + (block * GROUPS // 2).to(tl.int64) * stride + output
+    word_ptrs = pointer + (block * GROUPS >> 1).to(tl.int64) * stride + output
     if GROUPS == 1:
-        is_even = (block % 2 == 0) & (output >= 0)
-        even = tl.load(word_ptrs, mask=is_even, other=0)
-        return even, tl.load(word_ptrs, mask=(block % 2 == 1) & (output >= 0), other=0)
+        return (tl.load(word_ptrs) >> (block & 1) * 16,)
     elif GROUPS == 2:
         return (tl.load(word_ptrs),)
     else:

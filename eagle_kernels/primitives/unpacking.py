@@ -1,15 +1,16 @@
 """Words of quantised weights become tiles for the tensor cores, in registers.
 
-A word holds weights of one output that lie W columns apart (reference/ops/linear/shared/packing.py), so what is in one
-place of all words is a slab of W neighbouring columns, and slabs side by side are the tile. A thread that loads the
-words of its own columns of a slab, as the tensor cores deal them out, holds its share of every slab: nothing moves
-between threads.
+Two words side by side hold weights of two columns side by side, and those W columns apart from them
+(reference/ops/linear/shared/packing.py), so what is in one place of all their halves is a slab of W neighbouring
+columns, and slabs side by side are the tile. A thread that loads the words of its own columns of a slab, as the tensor
+cores deal them out, holds its share of every slab: nothing moves between threads.
 
-Two words at a time are taken apart by integer steps on pairs of 16-bit halves, about one for each weight of 4 bits. A
-whole number q of 7 (bf16) or 10 (fp16) bits becomes a float when it is put below the exponent of 128 or 1,024, which is
-taken away with the zero point in one addition. The sign of 8 bits chooses between 128 and 256 to be taken away. A float
-of 8 or 4 bits has its exponent and fraction moved into place, and is multiplied by what the exponents' offsets differ
-by.
+The halves of a word are of the two columns, as the tensor cores want them in a register, so integer steps on both at
+once take a word apart, about one for each weight of 4 bits. (Hopper has half as many of these a clock as of others,
+which limits 4 bits as much as memory does.) A whole number q of 7 (bf16) or 10 (fp16) bits becomes a float when it is
+put below the exponent of 128 or 1,024, which is taken away with the zero point in one addition. The sign of 8 bits
+chooses between 128 and 256 to be taken away. A float of 8 or 4 bits has its exponent and fraction moved into place, and
+is multiplied by what the exponents' offsets differ by.
 
 The instructions are NVIDIA's (PTX, from sm_80 on); elsewhere the same numbers come from plain operations in fp32.
 """
@@ -23,34 +24,34 @@ _PAIRS = {"bf16": {"base": 0x43004300, "one": 0x3F803F80}, "f16": {"base": 0x640
 _AND_OR, _AND_XOR = "0xEA", "0x6A"  # (a & b) | c and (a & b) ^ c
 
 
-def _program(*lines: str, registers: str = "low, high, part, other") -> tl.constexpr:
+def _program(*lines: str, registers: str = "first, second, part, other") -> tl.constexpr:
     return tl.constexpr("{ .reg .b32 " + registers + "; " + " ".join(f"{line};" for line in lines) + " }")
 
 
-def _halves(places: int) -> list[str]:
-    """The lower and the upper halves of two words side by side, before anything is written."""
-    return [f"prmt.b32 low, ${places}, ${places + 1}, 0x5410", f"prmt.b32 high, ${places}, ${places + 1}, 0x7632"]
+def _copies(places: int) -> list[str]:
+    """Copies of two words, before anything is written."""
+    return [f"mov.b32 first, ${places}", f"mov.b32 second, ${places + 1}"]
 
 
 def _nibbles(name: str) -> tl.constexpr:
     """Eight pairs of floats `base + q`."""
-    lines = _halves(8)
+    lines = _copies(8)
     for place in range(8):
-        half, shift = ("low", "high")[place // 4], 4 * (place % 4)
+        word, shift = ("first", "second")[place // 4], 4 * (place % 4)
         if shift:
-            lines.append(f"shr.u32 part, {half}, {shift}")
-        source, base = "part" if shift else half, _PAIRS[name]["base"]
+            lines.append(f"shr.u32 part, {word}, {shift}")
+        source, base = "part" if shift else word, _PAIRS[name]["base"]
         lines.append(f"lop3.b32 ${place}, {source}, 0x000F000F, {base:#x}, {_AND_OR}")
     return _program(*lines)
 
 
 def _signed_bytes(name: str) -> tl.constexpr:
     """Four pairs of floats q, of bytes in two's complement."""
-    lines = _halves(4)
+    lines = _copies(4)
     for place in range(4):
-        half, source = ("low", "high")[place // 2], "part" if place % 2 else ("low", "high")[place // 2]
+        word, source = ("first", "second")[place // 2], "part" if place % 2 else ("first", "second")[place // 2]
         if place % 2:
-            lines.append(f"shr.u32 part, {half}, 8")
+            lines.append(f"shr.u32 part, {word}, 8")
         if name == "bf16":
             lines += [
                 f"lop3.b32 other, {source}, 0x00800080, 0x43004300, {_AND_OR}",
@@ -64,43 +65,43 @@ def _signed_bytes(name: str) -> tl.constexpr:
             ]
     constants = ["mov.b32 minus, 0xBF80BF80"] if name == "bf16" else ["mov.b32 one, 0x3C003C00",
                                                                       "mov.b32 minus, 0xE480E480"]  # fmt: skip
-    return _program(*constants, *lines, registers="low, high, part, other, one, minus")
+    return _program(*constants, *lines, registers="first, second, part, other, one, minus")
 
 
 def _float_bytes(name: str) -> tl.constexpr:
     """Four pairs of floats, of float8_e4m3fn: their bits are moved, then the exponent's offset is made good."""
     right, mask, factor = (4, "0x07F007F0", "0x7B807B80") if name == "bf16" else (1, "0x3F803F80", "0x5C005C00")
-    lines = [f"mov.b32 factor, {factor}", "mov.b32 zero, 0x80008000", *_halves(4)]
+    lines = [f"mov.b32 factor, {factor}", "mov.b32 zero, 0x80008000", *_copies(4)]
     for place in range(4):
-        half = ("low", "high")[place // 2]
+        word = ("first", "second")[place // 2]
         if place % 2:
-            lines += [f"shr.b32 part, {half}, {right}", f"mov.b32 other, {half}"]
+            lines += [f"shr.b32 part, {word}, {right}", f"mov.b32 other, {word}"]
         else:
-            lines += [f"shl.b32 part, {half}, {8 - right}", f"shl.b32 other, {half}, 8"]
+            lines += [f"shl.b32 part, {word}, {8 - right}", f"shl.b32 other, {word}, 8"]
         lines += [
             f"and.b32 part, part, {mask}",
             f"lop3.b32 part, other, 0x80008000, part, {_AND_OR}",
             f"fma.rn.{name}x2 ${place}, part, factor, zero",
         ]
-    return _program(*lines, registers="low, high, part, other, factor, zero")
+    return _program(*lines, registers="first, second, part, other, factor, zero")
 
 
 def _float_nibbles(name: str) -> tl.constexpr:
     """Eight pairs of floats, of e2m1: as those of `_float_bytes`. In bf16 they are in the right place at a shift by 6,
     in fp16 by 9."""
     shift, mask, factor = (6, "0x01C001C0", "0x7E807E80") if name == "bf16" else (9, "0x0E000E00", "0x74007400")
-    lines = [f"mov.b32 factor, {factor}", "mov.b32 zero, 0x80008000", *_halves(8)]
+    lines = [f"mov.b32 factor, {factor}", "mov.b32 zero, 0x80008000", *_copies(8)]
     for place in range(8):
-        half, moved = ("low", "high")[place // 4], shift - 4 * (place % 4)
-        direction = f"shl.b32 part, {half}, {moved}" if moved >= 0 else f"shr.b32 part, {half}, {-moved}"
+        word, moved = ("first", "second")[place // 4], shift - 4 * (place % 4)
+        direction = f"shl.b32 part, {word}, {moved}" if moved >= 0 else f"shr.b32 part, {word}, {-moved}"
         lines += [
             direction,
-            f"shl.b32 other, {half}, {12 - 4 * (place % 4)}",
+            f"shl.b32 other, {word}, {12 - 4 * (place % 4)}",
             f"and.b32 part, part, {mask}",
             f"lop3.b32 part, other, 0x80008000, part, {_AND_OR}",
             f"fma.rn.{name}x2 ${place}, part, factor, zero",
         ]
-    return _program(*lines, registers="low, high, part, other, factor, zero")
+    return _program(*lines, registers="first, second, part, other, factor, zero")
 
 
 # a number for each half, which may be of two outputs
@@ -156,6 +157,9 @@ def _assembled(words, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
 @triton.jit
 def _computed(words, FORMAT: tl.constexpr):
     """Returns the slabs in fp32."""
+    # each column's weights in a word of its own
+    left, right = tl.split(tl.reshape(words, (words.numel // 2, 2)))
+    words = tl.join((left & 0xFFFF) | (right << 16), ((left >> 16) & 0xFFFF) | (right & -65536)).reshape(words.shape)
     slabs = ()
     for place in tl.static_range(32 // FORMAT.BITS):
         if FORMAT.BITS == 4 and FORMAT.IS_FLOAT:
@@ -174,12 +178,9 @@ def _computed(words, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _half_of(words, place: tl.constexpr, FORMAT: tl.constexpr):
+def _half_of(words, place: tl.constexpr):
     """Returns the 16 bits of a block's group `place` in the lower halves of words. words: see `unpack`."""
-    if FORMAT.GROUP == 128:
-        return (words[0] & 0xFFFF) | ((words[1] >> 16) & 0xFFFF)
-    else:
-        return words[place // 2] >> (place % 2 * 16)
+    return words[place // 2] >> (place % 2 * 16)
 
 
 @triton.jit
@@ -188,9 +189,9 @@ def scale_of(numbers, place: tl.constexpr, FORMAT: tl.constexpr):
     if FORMAT.IS_FLOAT and FORMAT.BITS == 8:
         return numbers.scales[0]
     elif FORMAT.IS_SCALE_BF16:
-        return (_half_of(numbers.scales, place, FORMAT) << 16).to(tl.float32, bitcast=True)
+        return (_half_of(numbers.scales, place) << 16).to(tl.float32, bitcast=True)
     else:
-        half = _half_of(numbers.scales, place, FORMAT).to(tl.int16)
+        half = _half_of(numbers.scales, place).to(tl.int16)
         return half.to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -200,7 +201,7 @@ def _zero_of(numbers, place: tl.constexpr, FORMAT: tl.constexpr):
     if FORMAT.GROUP == 0:
         return numbers.zeros[0].to(tl.int32)
     else:
-        return (_half_of(numbers.zeros, place, FORMAT) << 16) >> 16
+        return (_half_of(numbers.zeros, place) << 16) >> 16
 
 
 @triton.jit
@@ -225,7 +226,7 @@ def _as_factor(numbers, place: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.con
     """Returns the scales of a block's group `place`, rounded to DTYPE, as `_combine` takes them."""
     IS_BF16: tl.constexpr = DTYPE.is_bf16()
     if FORMAT.IS_ASSEMBLED and (FORMAT.BITS == 4 or not FORMAT.IS_FLOAT) and FORMAT.IS_SCALE_BF16 == IS_BF16:
-        return _twice(_half_of(numbers.scales, place, FORMAT))
+        return _twice(_half_of(numbers.scales, place))
     scale = scale_of(numbers, place, FORMAT).to(DTYPE)
     if FORMAT.IS_ASSEMBLED:
         return _twice(scale.to(tl.int16, bitcast=True).to(tl.int32))
@@ -280,9 +281,8 @@ def _side_by_side(slabs):
 def unpack(words, numbers, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
     """Returns a tile of weights [.., OUTPUT, 128] in DTYPE of words int32 [.., OUTPUT, W].
     numbers: scales and zeros of the outputs, each a tuple of words of two groups: for groups of 32 columns two words,
-    for 64 one, for 128 one for even blocks and one for odd ones, of which the other is 0. (A shift by the number of the
-    block would keep Triton from choosing the layout of the tensor cores for the words of weights.) Of fp8, scales in
-    fp32; of whole rows, zeros. Scales count where IS_EARLY, zeros with HAS_ZEROS."""
+    else one, for 128 with the block's group in the lower half. Of fp8, scales in fp32; of whole rows, zeros. Scales
+    count where IS_EARLY, zeros with HAS_ZEROS."""
     slabs = _assembled(words, DTYPE, FORMAT) if FORMAT.IS_ASSEMBLED else _computed(words, FORMAT)
     GROUPS: tl.constexpr = 128 // FORMAT.GROUP if FORMAT.GROUP > 0 else 1
     SLABS: tl.constexpr = len(slabs) // GROUPS  # of a group

@@ -1,6 +1,7 @@
 """Rows of x as quantised weights need them, in a launch before: columns in the order of the weights, or in 8 bits.
 
-In 8 bits, bytes lie as those of weights of 8 bits do: byte 4 * w + b of a block of 128 columns is column 32 * b + w.
+In 8 bits, bytes lie as those of weights of 8 bits do: bytes 8 * w to 8 * w + 7 of a block of 128 columns are columns
+2 * w + (0, 32, 1, 33, 64, 96, 65, 97).
 """
 
 import torch
@@ -50,7 +51,7 @@ def _round_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     x_row_ptr = x_ptr + row * stride_x_row * UNIT
     place = tl.arange(0, 128)
-    column = place % 4 * 32 + place // 4
+    column = place // 8 * 2 + place // 4 % 2 * 64 + place // 2 % 2 + place % 2 * 32
     NUM_BLOCKS: tl.constexpr = (NUM_COLUMNS + 127) // 128
     lane = tl.arange(0, BLOCKS)
     scale = 1.0

@@ -1,9 +1,10 @@
 """Repacking of quantised weights, once at loading, from the layouts of checkpoints into that of the ops.
 
 It happens on the device of the tensors, a few strips of 16 outputs at a time, so that extra memory does not grow with
-the layer. A layer needs of the layout (reference/ops/linear/shared/packing.py): word w of an output in a block of 128
-columns holds columns w, W + w, 2 * W + w, ..., W = 128 * bits / 32. So a program streams 16 bytes a thread from one
-place in memory, and unpacks them without moving anything between threads (`unpacking.py`).
+the layer. A layer needs of the layout (reference/ops/linear/shared/packing.py): words w and w + 1 of an output, for an
+even w, in a block of 128 columns hold columns w, W + w, 2 * W + w, ... in their lower halves and w + 1, W + w + 1, ...
+in their upper ones, W = 128 * bits / 32. So a program streams 16 bytes a thread from one place in memory, and unpacks
+them without moving anything between threads (`unpacking.py`).
 
 The layouts that are read, and where they are defined:
 
@@ -205,9 +206,11 @@ def _packed(
         pad = (0, -num_columns % _BLOCK_COLUMNS, 0, -len(some) % _BLOCK_OUTPUTS)
         some = torch.nn.functional.pad(some.to(torch.uint8) & ((1 << bits) - 1), pad)
         some = some.view(-1, _BLOCK_OUTPUTS, blocks, per_word, num_words).transpose(1, 2)
-        target = words[first // _BLOCK_OUTPUTS :][: len(some)].zero_()
+        made = torch.zeros_like(words[first // _BLOCK_OUTPUTS :][: len(some)])
         for place in range(per_word):
-            target |= some[:, :, :, place].to(torch.int32) << (bits * place)
+            made |= some[:, :, :, place].to(torch.int32) << (bits * place)
+        halves = made.view(torch.int16).unflatten(-1, (-1, 2, 2)).transpose(-1, -2)
+        words[first // _BLOCK_OUTPUTS :][: len(some)] = halves.flatten(-3).view(torch.int32)
     return words
 
 

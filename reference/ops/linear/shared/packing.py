@@ -1,8 +1,10 @@
 """The layout in which the ops read quantised weights: packing, unpacking, and what the numbers stand for.
 
 Weights [N, K] of 4 or 8 bits lie in words int32 [ceil(N / 16), ceil(K / 128), 16, W], W = 128 * bits / 32 (16 or 32).
-Word w of an output in a block of 128 columns holds columns w, W + w, 2 * W + w, ... of the block, the first one in the
-lowest bits. What is past N and K is 0.
+Two words side by side hold two columns of a block side by side, w and w + 1 for an even w, and those W, 2 * W, ... to
+the right of them. The lower half of the first word has the first half of those in line with w, from the lowest bits on,
+its upper half the first half of those in line with w + 1; the second word has the second halves likewise. What is past
+N and K is 0.
 
 Scales and zero points of groups of 32, 64 or 128 columns lie in pairs of neighbouring groups of an output, [.., N, 2].
 """
@@ -22,14 +24,20 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     words = torch.zeros(strips, blocks, BLOCK_OUTPUTS, places.shape[-1], dtype=torch.int32, device=values.device)
     for place in reversed(range(32 // bits)):
         words = (words << bits) | places[:, :, :, place].transpose(1, 2)
-    return words
+    return exchange_halves(words)
 
 
 def unpack(words: torch.Tensor, bits: int, num_outputs: int, num_columns: int) -> torch.Tensor:
     """Returns values [N, K] int64 of 0 to 2^bits - 1."""
     shifts = bits * torch.arange(32 // bits, device=words.device)[:, None]
-    values = (words.to(torch.int64)[..., None, :] >> shifts) & ((1 << bits) - 1)
+    values = (exchange_halves(words).to(torch.int64)[..., None, :] >> shifts) & ((1 << bits) - 1)
     return values.transpose(1, 2).flatten(2).flatten(0, 1)[:num_outputs, :num_columns]
+
+
+def exchange_halves(words: torch.Tensor) -> torch.Tensor:
+    """Returns words with the upper half of each first one of two and the lower half of the second one exchanged."""
+    halves = words.contiguous().view(torch.int16).unflatten(-1, (-1, 2, 2))
+    return halves.transpose(-1, -2).flatten(-3).view(torch.int32)
 
 
 def pair_groups(numbers: torch.Tensor, group_size: int, num_columns: int) -> torch.Tensor:
