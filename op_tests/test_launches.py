@@ -17,7 +17,7 @@ NUMBERS = {
     "attention.gqa_decode": [1] * 16 + [2, 2, 1, 2],
     "attention.tree_attention": [2] * 8 + [1] + [2] * 6 + [1] + [2] * 8,
     "draft.ngram_match": [2, 2, 2, 3, 3],
-    "experts.fused_experts": [3] * 7 + [4] + [3] * 26,
+    "experts.fused_experts": [3] * 6 + [4] * 2 + [3] * 26,
     "latent.mla_decode": [1] * 9 + [2, 2],
     "latent.mla_tree_attention": [2, 1, 2, 1, 1, 2, 2, 2, 2, 1, 1],
     "linear.linear_fp8": [1] * 4 + [2] * 8 + [1] * 10 + [2, 2, 1, 1],

@@ -30,12 +30,18 @@ class Format(NamedTuple):
 
 
 @triton.jit
-def _load_words(pointer, block, output, stride, GROUP: tl.constexpr):
-    """Loads words of two groups of each output, for a block of columns: see `unpack`."""
+def _load_words(pointer, block, output, stride, GROUP: tl.constexpr, FOR_SUMS: tl.constexpr):
+    """Loads words of two groups of each output, for a block of columns: see `unpack`.
+    FOR_SUMS: they are for sums. For weights, a shift by the number of the block would keep Triton from choosing the
+    layout of the tensor cores for the words of these."""
     GROUPS: tl.constexpr = 128 // GROUP
     word_ptrs = pointer + (block * GROUPS >> 1).to(tl.int64) * stride + output
-    if GROUPS == 1:
+    if GROUPS == 1 and FOR_SUMS:
         return (tl.load(word_ptrs) >> (block & 1) * 16,)
+    elif GROUPS == 1:
+        even = tl.load(word_ptrs, mask=(block % 2 == 0) & (output >= 0), other=0)
+        odd = tl.load(word_ptrs, mask=(block % 2 == 1) & (output >= 0), other=0)
+        return ((even & 0xFFFF) | ((odd >> 16) & 0xFFFF),)
     elif GROUPS == 2:
         return (tl.load(word_ptrs),)
     else:
@@ -52,9 +58,9 @@ def load_numbers(layer, block, output, stride, FORMAT: tl.constexpr):
     elif FORMAT.IS_FLOAT and FORMAT.BITS == 8:
         scales = (tl.load(layer.scales + block.to(tl.int64) * stride + output // 128),)
     else:
-        scales = _load_words(layer.scales, block, output, stride, FORMAT.GROUP)
+        scales = _load_words(layer.scales, block, output, stride, FORMAT.GROUP, not FORMAT.IS_EARLY)
         if FORMAT.HAS_ZEROS:
-            zeros = _load_words(layer.zeros, block, output, stride, FORMAT.GROUP)
+            zeros = _load_words(layer.zeros, block, output, stride, FORMAT.GROUP, False)
     return Numbers(scales, zeros)
 
 

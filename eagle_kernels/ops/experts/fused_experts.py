@@ -10,7 +10,7 @@ Invariants: A row's bits depend neither on other rows nor on their number: sums 
     launch of the first one, directly before, writes neither.
 Grid: (blocks of pairs * output blocks,) for either product, one program multiplies the rows of a block, which are of
     one expert (shared/blocks.py), by a block of outputs; then (T, blocks of columns) to sum up.
-Launches: 3; one more to sort more than 4,096 pairs
+Launches: 3; one more to sort more than 512 pairs
 Traffic: for E' experts that are touched, bytes of a weight * E' * 3 * H * I, and their scales; element bytes * T *
     (2 * H + 2 * K * I) and 8 * T * K * H for what lies between the launches.
 """
@@ -31,21 +31,24 @@ from .shared.weights import check_weights, format_of
 
 MAX_EXPERTS, MAX_CHOSEN = 520, 24
 ACTIVATIONS = ("silu", "swigluoai")
-# The first entry is taken for weights of this kind (words: quantised ones) that allows the pairs an expert has on
-# average, were they dealt out evenly over the experts that can be touched. down_: of the second product. None of these
-# was measured yet. late: scales of 128 columns are multiplied with sums; a row's bits follow from it, so it is the same
-# in all entries for words, which take fewer bytes of shared memory than weights, but registers to unpack. On Hopper
-# fewer than 64 rows of weight (gates and up together) would be multiplied by another instruction, with other bits.
-_FEW = {"words": 0, "most_pairs": 4, "block_pair": 16, "late": 0, "block_output": 32, "block_column": 128,
-        "num_warps": 4, "num_stages": 4, "down_block_output": 64, "down_block_column": 128, "down_num_warps": 4,
-        "down_num_stages": 4}  # fmt: skip
-_SOME = _FEW | {"most_pairs": 24, "block_pair": 32, "block_output": 64, "num_stages": 3}
+# The first entry is taken for weights of this kind (words: quantised ones) that allows the number of pairs, and the
+# pairs an expert has on average, were they dealt out evenly over the experts that can be touched. down_: of the second
+# product. None of these was measured yet. late: scales of 128 columns are multiplied with sums; a row's bits follow
+# from it, so it is the same in all entries for words, which take fewer bytes of shared memory than weights, but
+# registers to unpack. On Hopper fewer than 64 rows of weight (gates and up together) would be multiplied by another
+# instruction, with other bits.
+_FEW = {"words": 0, "most_of_all": 2**31, "most_pairs": 4, "block_pair": 16, "late": 0, "block_output": 32,
+        "block_column": 128, "num_warps": 4, "num_stages": 4, "down_block_output": 64, "down_block_column": 128,
+        "down_num_warps": 4, "down_num_stages": 4}  # fmt: skip
+_SOME = _FEW | {"most_pairs": 24, "block_pair": 32, "block_output": 64, "num_stages": 3, "down_num_stages": 3}
 _MANY = _SOME | {"most_pairs": 2**31, "block_pair": 128, "block_column": 64, "num_warps": 8, "num_stages": 3,
                  "down_block_output": 128, "down_block_column": 64, "down_num_warps": 8,
                  "down_num_stages": 3}  # fmt: skip
 _WORDS = _FEW | {"words": 1}
 _WORDS_MANY = _WORDS | {"most_pairs": 2**31, "block_pair": 64, "num_warps": 8, "num_stages": 3, "block_output": 64,
                         "down_block_output": 128, "down_num_warps": 8, "down_num_stages": 3}  # fmt: skip
+# twice the weights for each step that is none of unpacking; with fewer pairs there would be too few programs
+_WORDS_WIDE = _WORDS | {"late": 1, "block_output": 64, "down_block_output": 128, "num_stages": 6, "down_num_stages": 6}
 _TWO = {"num_stages": 2, "down_num_stages": 2}
 _THREE = {"num_stages": 3, "down_num_stages": 3}
 _NARROW = {"block_column": 64, "down_block_column": 64} | _TWO
@@ -59,7 +62,8 @@ TUNING = {
     ),
     "sm_90": (
         _FEW, _SOME, _MANY | {"num_stages": 4, "down_num_stages": 4},
-        _WORDS | {"late": 1, "num_stages": 6, "down_num_stages": 6}, _WORDS_MANY | {"late": 1},
+        _WORDS | {"most_of_all": 31, "late": 1, "num_stages": 6, "down_num_stages": 6}, _WORDS_WIDE,
+        _WORDS_MANY | {"late": 1},
     ),
 }  # fmt: skip
 # in fp32, without the tensor cores
@@ -227,4 +231,4 @@ def _choose_entry(
     """Returns the first entry of the device's row that fits; the last one of each kind fits all."""
     average = num_pairs / min(num_pairs, num_experts)
     entries = (entry for entry in tuning.row(table, device) if entry["words"] == has_words)
-    return next(entry for entry in entries if average <= entry["most_pairs"])
+    return next(entry for entry in entries if num_pairs <= entry["most_of_all"] and average <= entry["most_pairs"])
