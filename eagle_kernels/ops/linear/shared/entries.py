@@ -18,7 +18,7 @@ _FEW = {rows: {"max_rows": rows, "block_row": max(rows, 8)} for rows in (4, 8, 1
 _WIDE = {"least_outputs": 16384}
 _COLUMNS = _TILE | {"block_output": 32, "column_warps": 8, "late": 1, "prefetched": 1, "num_warps": 8}
 _STREAM = _TILE | {"block_output": 128, "blocks": 2, "merged": 2, "late": 1, "prefetched": 1}
-_STREAM_WIDE = _STREAM | _WIDE | {"block_output": 256, "blocks": 1, "num_warps": 8}
+_STREAM_WIDE = _STREAM | _WIDE | {"block_output": 256, "blocks": 1, "merged": 1, "num_warps": 8}
 _LARGE = _TILE | {"block_output": 128, "merged": 1, "num_warps": 8}
 _LARGE_WIDE = _LARGE | _WIDE | {"block_output": 256}
 
@@ -26,8 +26,8 @@ _LARGE_WIDE = _LARGE | _WIDE | {"block_output": 256}
 def entries(bits: int) -> dict[str, tuple[dict, ...]]:
     """Returns the tuning table for weights of 4 or 8 bits."""
     more, most = ({"num_stages": 4}, {"num_stages": 5}) if bits == 4 else ({}, {"num_stages": 4})
-    # of 8 bits, 256 rows with zero points would not fit into shared memory
-    many = {"block_row": 256} if bits == 4 else {"block_row": 128}
+    # of 8 bits, two programs of 64 rows would not fit into registers, nor 256 rows with zero points into shared memory
+    some, many = ({"merged": 2}, {"block_row": 256}) if bits == 4 else ({}, {"block_row": 128})
     return {
         "default": (_TILE | _FEW[16], _TILE | _FEW[32], _TILE),
         # 64 KiB of shared memory
@@ -42,7 +42,7 @@ def entries(bits: int) -> dict[str, tuple[dict, ...]]:
             _STREAM | _FEW[32] | {"blocks": 1} | most,
             _STREAM | _FEW[32] | {"blocks": 1, "late": 0} | most,
             _LARGE_WIDE | _FEW[64] | more,
-            _LARGE | _FEW[64] | {"merged": 2} | more,
+            _LARGE | _FEW[64] | some | more,
             # twice as many outputs would not fit into registers
             _LARGE | {"max_rows": 256, "block_row": 128} | more,
             _LARGE | many,
