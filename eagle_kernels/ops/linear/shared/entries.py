@@ -55,7 +55,7 @@ def rounded_entries() -> dict[str, tuple[dict, ...]]:
     return {
         "default": (_TILE | _FEW[16], _TILE | _FEW[32], _TILE),
         "sm_90": (
-            _STREAM | _FEW[16] | {"late": 0},
+            _STREAM | _FEW[16] | {"blocks": 1, "late": 0, "num_stages": 4},
             _LARGE | _FEW[64] | {"num_stages": 4},
             _LARGE | {"block_row": 128, "num_stages": 4},
         ),
