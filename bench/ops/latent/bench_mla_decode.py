@@ -3,7 +3,7 @@
 import torch
 
 from bench.harness import Floor, Unavailable, grid
-from bench.harness.inputs import ODD_BATCH, draw_batch, lengths, planned
+from bench.harness.inputs import ODD_BATCH, draw_batch, half_dtype, lengths, planned
 from bench.harness.latents import (
     ALL_HEADS,
     RANK_HEADS,
@@ -55,9 +55,8 @@ def is_checked(shape, heads, **others):
 def make(device, shape, page_size, heads, kind, spread):
     seq_lens = lengths(*shape, spread)
     values = make_latents(device, shape[0], seq_lens, page_size, heads, kind)
-    dtype = torch.bfloat16 if kind == "float8" and device.type == "cuda" else values["latent_cache"].dtype
-    dtype = torch.float16 if dtype.itemsize == 1 else dtype
-    values |= {"query": make_queries(device, shape[:1], heads, dtype), "seq_lens": seq_lens.to(device)}
+    query = make_queries(device, shape[:1], heads, half_dtype(device))
+    values |= {"query": query, "seq_lens": seq_lens.to(device)}
     return values | ({"deterministic": True} if kind == "deterministic" else {})
 
 

@@ -5,7 +5,7 @@ import math
 import torch
 
 from bench.harness import Floor, grid
-from bench.harness.inputs import ODD_BATCH, Tree, built_tree, draw_batch, lengths, planned, visible_drafts
+from bench.harness.inputs import ODD_BATCH, Tree, built_tree, draw_batch, half_dtype, lengths, planned, visible_drafts
 from bench.harness.latents import (
     ALL_HEADS,
     RANK_HEADS,
@@ -73,8 +73,8 @@ def make(device, shape, page_size, heads, kind, spread, drafts):
     seen = {"is_causal": True}
     if drafts == "tree":  # with enough candidates for 64 nodes
         seen = {"tree_mask": built_tree(batch_size, Tree(8, 5, num_nodes)).tree_mask.to(device)}
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    values |= {"query": make_queries(device, (batch_size, num_nodes), heads, dtype), "seq_lens": seq_lens.to(device)}
+    query = make_queries(device, (batch_size, num_nodes), heads, half_dtype(device))
+    values |= {"query": query, "seq_lens": seq_lens.to(device)}
     return values | seen | ({"deterministic": True} if kind == "deterministic" else {})
 
 
