@@ -18,7 +18,6 @@ from ....runtime.launch import launch
 # pairs among which a program looks for its own: 32 rows of 16 experts. Among 4,096 it would issue 2,000 to 2,900
 # instructions a warp, more than for the weights of a down projection.
 MAX_LOOKUP = 512
-_COUNTED = MAX_LOOKUP
 # up to so many pairs, and no more than there are experts, each may begin a block
 _MOST_LED = 64
 MOST_LED = tl.constexpr(_MOST_LED)
@@ -154,7 +153,7 @@ def make_table(op: str, experts: torch.Tensor, num_experts: int) -> tuple[Table,
     num_pairs = experts.numel()
     if num_pairs <= MAX_LOOKUP:
         # few sizes, as a kernel is compiled for each, and none to be counted with fewer pairs than threads
-        return Table(experts, None, None), _MOST_LED if num_pairs <= min(_MOST_LED, num_experts) else _COUNTED
+        return Table(experts, None, None), _MOST_LED if num_pairs <= min(_MOST_LED, num_experts) else MAX_LOOKUP
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     stops = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
     table = Table(experts, pairs, stops)
