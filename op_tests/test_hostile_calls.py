@@ -303,7 +303,7 @@ def test_arguments_that_are_not_read(path):
 @pytest.mark.parametrize("path", PATHS)
 def test_a_keyword_that_does_not_exist(path):
     name, last = path.rpartition(".")[2], [*signature_of(path)][-1]
-    rule = rf"got an unexpected keyword argument '{last}s'; did you mean {last}$"
+    rule = rf"got an unexpected keyword argument '{last}s'; did you mean {last}\?$"
     for function, values in itertools.product(functions_of(path), ({}, smallest_case(path))):
         refused(name, rule, function, **values, **{last + "s": 1})
 

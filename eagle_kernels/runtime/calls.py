@@ -74,7 +74,7 @@ def refuse_names(op: str, names: Collection[str], given: Iterable[str]) -> None:
     for name in given:
         if name not in names:
             close = difflib.get_close_matches(name, names, 1)
-            hint = f"; did you mean {close[0]}" if close else ""
+            hint = f"; did you mean {close[0]}?" if close else ""
             raise TypeError(f"eagle_kernels.{op}: got an unexpected keyword argument {shown(name)}{hint}")
 
 
