@@ -330,7 +330,7 @@ def missing_fa3(installation: Installation, device: torch.device) -> str | None:
     """Returns why an engine cannot use FlashAttention 3 here; None where it can. vLLM has its own build."""
     if installation.package == "sglang" and not installation.has_own_fa3() and fa3.find_library() is None:
         return "neither SGLang's own build (sgl_kernel/flash_ops) nor vLLM's (.peers/vllm_fa3.so) is here"
-    if device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+    if device.type == "cuda" and not fa3.is_hopper():
         return "FlashAttention 3 needs a Hopper GPU"
     return None
 

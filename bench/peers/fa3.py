@@ -153,6 +153,11 @@ def _merged():
     return torch.compile(merge, dynamic=True)
 
 
+def is_hopper() -> bool:
+    """Tells whether this machine has a GPU that FlashAttention 3 was made for."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
 def find_library() -> Path | None:
     """Returns the file of the library, which may be packed; None without one."""
     return next((file for file in (FOLDER / LIBRARY, FOLDER / f"{LIBRARY}.xz") if file.exists()), None)
@@ -171,7 +176,7 @@ def place_library(folder: Path) -> Path:
 @functools.cache
 def _library():
     """Returns the operators of the library, unpacked if need be."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    if not is_hopper():
         raise Unavailable("FlashAttention 3 needs a Hopper GPU")
     if find_library() is None:
         raise Unavailable(f"{FOLDER / LIBRARY} does not exist")

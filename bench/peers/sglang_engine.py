@@ -11,8 +11,6 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from eagle_kernels.integrations.sglang.parts import PARTS
 from eagle_kernels.runtime.version import __version__
 
@@ -122,8 +120,7 @@ class Order(TimedOrder, SGLangOrder):
 
 def plugins_of(order: AnyOrder, installation: Installation) -> list[str]:
     """Returns the names of the only plug-ins that an engine may load."""
-    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    reads_by_fa3 = order.is_plugged and is_hopper and fa3.find_library() is not None
+    reads_by_fa3 = order.is_plugged and fa3.is_hopper() and fa3.find_library() is not None
     is_given = (order.backend == FA3 or reads_by_fa3) and not installation.has_own_fa3()
     return [PLUGIN] * order.is_plugged + [FA3] * is_given
 
