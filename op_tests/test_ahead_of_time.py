@@ -46,6 +46,12 @@ def test_every_dtype_and_size_compiles(path):
     assert _check(path, records) == set(TARGETS)
 
 
+@pytest.mark.parametrize("path", ["sampling.sample_from_logits", "verify.verify_tree_greedy"])
+def test_no_maxima_of_fp16(path):
+    """Rows that end within a block."""
+    assert _check(path, compile_for_targets(path, "full", "short_rows")) == set(TARGETS)
+
+
 def test_what_a_product_may_still_read():
     """Of four weights of a product, one is written in the next turn; not if the product is awaited before."""
     loop = """$L__BB0_1: // a loop
@@ -81,5 +87,6 @@ def _check(path: str, records: list[dict]) -> set[str]:
         fits = record["spilled_bytes"] <= MOST_SPILLED_BYTES or record["case"] in may_spill
         assert not record.get("overwritten"), f"{record} writes what a product may still read"
         assert not record.get("waits"), f"{record} has products that wait for each other"
+        assert not record["maxima_of_fp16"], f"{record} takes maxima of fp16, which `ordering.widened` avoids"
         assert fits, f"{record} spills more than {MOST_SPILLED_BYTES} bytes a thread"
     return {record["target"] for record in compiled}

@@ -25,6 +25,17 @@ NO_NOISE = tl.constexpr(0xFFF00000)
 
 
 @triton.jit
+def widened(values):
+    """Returns floating values as fp32, for maxima; -0.0 in fp16 becomes 0.0.
+    LLVM would take maxima of fp16 two by two, and ptxas 12.8 and 12.9 get a pair wrong if it knows that one of the two
+    is -inf, as past the end of a row of 257 in a block of 8,192. A sum stays fp32."""
+    wide = values.to(tl.float32)
+    if values.dtype.is_fp16():
+        wide += 0.0
+    return wide
+
+
+@triton.jit
 def comparable(values):
     """Returns fp32 values without the two that do not order: NaN counts as -inf, -0.0 as 0.0."""
     values = tl.where(values == values, values, float("-inf"))

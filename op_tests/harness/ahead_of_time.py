@@ -41,7 +41,7 @@ _POINTERS = {
 
 def compile_for_targets(path: str, part: str, cases: str = "ahead_of_time_cases") -> list[dict]:
     """Compiles the op's kernels and returns a record of each: kernel, case, target, and bytes of shared memory and
-    of slow memory for what a thread's registers do not hold; for Hopper also what `in_flight.py` finds.
+    of slow memory for what a thread's registers do not hold; maxima of fp16; for Hopper also what `in_flight.py` finds.
 
     part: one of PARTS. cases: the function of the op's test module that yields them. A case that the launcher refuses
     for a target, by NotSupported, is a record with the key "refusal"; all are tried, whatever the part.
@@ -122,8 +122,10 @@ class _Launch(NamedTuple):
         compiled = _compile_source(self.source, self.target, self.options)
         record = {"kernel": self.kernel, "case": self.case, "target": self.target}
         record |= {"shared_bytes": compiled.metadata.shared, "spilled_bytes": _spilled_bytes(compiled)}
+        ptx = compiled.asm.get("ptx", "")
+        # ptxas gets some of them wrong, see `ordering.widened`
+        record["maxima_of_fp16"] = sorted(set(re.findall(r"\b(?:max|min)(?:\.\w+)*\.f16(?:x2)?\b", ptx)))
         if self.target == "sm_90":
-            ptx = compiled.asm["ptx"]
             record |= {"overwritten": overwritten(ptx), "waits": waits_of_ptxas(ptx)}
         return record
 

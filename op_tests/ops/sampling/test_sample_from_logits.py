@@ -15,6 +15,7 @@ from eagle_kernels.reference import sampling as reference_sampling
 from op_tests.harness import sweep, to_device
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.verify.cases import make_logits as make
+from op_tests.ops.verify.cases import padded
 
 FILTERS = {"none": {}, "top_k": {"top_k": 5}, "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.1},
            "all": {"top_k": 12, "top_p": 0.9, "min_p": 0.05}}  # fmt: skip
@@ -27,6 +28,11 @@ def ahead_of_time_cases():
         yield str(dtype), make(2, 64, dtype=dtype)
     yield "filters", make(2, 64, dtype=torch.bfloat16, **FILTERS["all"])
     yield "processors", with_processors(make(2, 64, dtype=torch.bfloat16, **FILTERS["all"])) | {"filter_order": "joint"}
+
+
+def short_rows():
+    values = make(2, 257, dtype=torch.float16)
+    yield "", values | {"logits": padded(values["logits"])}
 
 
 size_sweep = sweep(lambda num_rows: make(num_rows, 1000))
@@ -91,9 +97,15 @@ def check(values: dict, actual: torch.Tensor | None = None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize("vocab_size", [1, 4, 31, 257])
-def test_matches_reference(vocab_size, filters, device):
-    check(make(5, vocab_size, device=device, **FILTERS[filters]))
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [*((size, torch.float32) for size in (1, 4, 31, 257)), (257, torch.float16), (257, torch.bfloat16)],
+    ids=str,
+)
+def test_matches_reference(vocab_size, dtype, filters, device):
+    values = make(5, vocab_size, dtype=dtype, device=device, **FILTERS[filters])
+    check(values)
+    check(values | {"logits": padded(values["logits"])})
 
 
 @pytest.mark.gpu

@@ -66,6 +66,14 @@ def make_logits(num_rows, vocab_size, *, dtype=torch.float32, device="cpu", temp
     return {key: value.to(device) for key, value in values.items()}
 
 
+def padded(logits: torch.Tensor) -> torch.Tensor:
+    """Returns the same rows, which begin at multiples of 64 elements, as those of a padded vocabulary do."""
+    num_rows, vocab_size = logits.shape
+    rows = logits.new_zeros(num_rows, -(-vocab_size // 64) * 64)
+    rows[:, :vocab_size] = logits
+    return rows[:, :vocab_size]
+
+
 def make_sampled(batch_size, topk, spec_steps, num_nodes, *, vocab_size=61, device="cpu", dtype=torch.float32,
                  **filters):  # fmt: skip
     links, positions = make_tree(batch_size, topk, spec_steps, num_nodes, vocab_size=vocab_size, device=device)

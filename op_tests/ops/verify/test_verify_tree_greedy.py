@@ -8,7 +8,7 @@ from eagle_kernels.ops.verify import verify_tree_greedy as op
 from eagle_kernels.runtime import launch
 from op_tests.harness import assert_only_launches, check_operation, sweep
 from op_tests.harness.trees import LINKS
-from op_tests.ops.verify.cases import follow_tree, make_tree
+from op_tests.ops.verify.cases import follow_tree, make_tree, padded
 
 SHAPES = [(1, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (4, 4, 3, 8), (2, 8, 5, 64), (1, 8, 5, 256)]
 PATH = "verify.verify_tree_greedy"
@@ -22,6 +22,12 @@ def make(batch_size, topk, spec_steps, num_nodes, *, source="ids", vocab_size=97
     else:
         target = {"target_logits": logits.to(source)}
     return {**links, **target, "spec_steps": spec_steps}
+
+
+def make_padded(*shape, **options) -> dict:
+    """With rows of logits that begin at multiples of 64 elements, as those of a padded vocabulary do."""
+    values = make(*shape, **options)
+    return values | {"target_logits": padded(values["target_logits"])}
 
 
 def without_plans(monkeypatch):
@@ -50,6 +56,10 @@ def ahead_of_time_cases():
             yield f"{policy} B={batch_size}", with_policy(unread_logits(batch_size, 8, 5, 64, torch.bfloat16), policy)
     for source in ("ids", torch.float32):
         yield f"S=0 N=1 {source}", make(2, 1, 1, 1, source=source, vocab_size=2) | {"spec_steps": 0}
+
+
+def short_rows():
+    yield "", make_padded(2, 4, 3, 8, source=torch.float16, vocab_size=257)
 
 
 def wrong_calls():
@@ -100,6 +110,13 @@ def test_logits_match_reference(shape, dtype, arrangement, device):
     values = make(*shape, source=dtype, vocab_size=vocab_size, device=device)
     output, _ = check_operation(PATH, values, case=f"{shape} {dtype}")
     assert shape[3] == 1 or output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab_size", [97, 257, 5000])
+def test_rows_that_end_within_a_block(vocab_size, dtype, device):
+    """With the blocks that are in use: what the compiler knows to lie past the end of a row does not win."""
+    check_operation(PATH, make_padded(3, 4, 3, 8, source=dtype, vocab_size=vocab_size, device=device))
 
 
 def test_the_arrangement_follows_from_shapes():

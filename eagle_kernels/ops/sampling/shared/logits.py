@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....primitives.ordering import comparable
+from ....primitives.ordering import comparable, widened
 from ....primitives.rows import LARGEST_FINITE, scale_logits
 from ....runtime import check
 from ....runtime.language import tl, triton
@@ -64,7 +64,7 @@ def scaled(row, logit):
 @triton.jit
 def load_processed(row, ids, mask):
     """Loads the tokens' logits fp32 and applies repetition, frequency and presence penalties, bias and grammar."""
-    logit = tl.load(row.logits + ids, mask=mask, other=float("-inf")).to(tl.float32)
+    logit = widened(tl.load(row.logits + ids, mask=mask, other=float("-inf")))
     if row.HAS_PENALTIES:
         return process(logit, load_counts(row, ids, mask), row, ids, mask)
     else:
