@@ -45,6 +45,10 @@ _ROW = {"from_rows": 0, "least_programs": 0, "program_keys": 1 << 31, "max_dim":
         "tile_bytes": 16384, "share_keys": 128, "programs": (2, 2), "num_warps": 4, "num_stages": 2,
         "widest": {"min_rows": 16, "max_rows": 32, "programs": (1, 1), "num_warps": 8}}  # fmt: skip
 _MANY = _ROW | {"from_rows": 65, "programs": (1, 1), "num_stages": 3}
+# rows may be empty, but the tensor cores' large instructions are used
+_FEW = _ROW | {"min_rows": 64, "tile_bytes": 8192, "num_stages": 3,
+               "wide": {"above": 128, "min_rows": 16, "tile_bytes": 32768, "programs": (1, 1), "num_stages": 3},
+               "widest": _ROW["widest"] | {"tile_bytes": 32768, "num_stages": 3}}  # fmt: skip
 TUNING = {
     "default": (_ROW,),
     # whose warps have 64 threads
@@ -53,10 +57,11 @@ TUNING = {
     "sm_90": (
         _MANY | {"max_dim": 256, "least_programs": 32, "program_keys": 2048, "max_rows": 128, "num_warps": 8},
         _MANY | {"max_dim": 128, "tile_bytes": 8192},
-        # rows may be empty, but the tensor cores' large instructions are used
-        _ROW | {"min_rows": 64, "tile_bytes": 8192, "num_stages": 3,
-                "wide": {"above": 128, "min_rows": 16, "tile_bytes": 32768, "programs": (1, 1), "num_stages": 3},
-                "widest": _ROW["widest"] | {"tile_bytes": 32768, "num_stages": 3}},
+        _FEW | {"from_rows": 65},
+        # one tile of 64 rows, as chains of 8 have: more stages of fewer keys
+        _FEW | {"from_rows": 33, "wide": _FEW["wide"] | {"tile_bytes": 16384, "num_stages": 4},
+                "float8": {"num_stages": 3}},
+        _FEW,
     ),
 }  # fmt: skip
 
