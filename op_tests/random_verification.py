@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from op_tests.harness.trees import LINKS
-from op_tests.ops.verify.cases import MALFORMED
+from op_tests.ops.verify.cases import MALFORMED, padded
 
 INFINITY, NAN = float("inf"), float("nan")
 LARGEST = 2**31 - 1
@@ -175,7 +175,8 @@ def rows_of_logits(choice: Choice, number: int, vocab_size: int) -> torch.Tensor
     logits += each_of([-24.0, 0.0, 0.0, 20.0], number)[:, None]
     if choice.random() < 0.3:
         logits[choice.randrange(number), :: choice.choice((1, 2, 5))] = choice.choice((NAN, -INFINITY, INFINITY))
-    return logits.to(choice.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16)))
+    logits = logits.to(choice.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16)))
+    return padded(logits) if choice.random() < 0.3 else logits
 
 
 def favour_children(choice: Choice, links: dict, logits: torch.Tensor, peak: float) -> None:
