@@ -7,6 +7,7 @@ checkout is shown to it as an installed package would be; stock engines are told
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -36,6 +37,7 @@ OFFLINE = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
     "PYTHONDONTWRITEBYTECODE": "",  # else each of an engine's processes compiles all of its package
 }  # fmt: skip
+MODELS = Path(tempfile.gettempdir(), "eagle_kernels_models")
 ROOM = 512  # tokens for drafts
 POLL_S = 0.1
 GONE_S = 10.0  # how long the killed processes of an engine may take to leave the GPU
@@ -231,7 +233,7 @@ def run(
 
 def _prepare(order: AnyOrder, installation: Installation, folder: Path) -> list[str]:
     """Writes all that an engine needs into a folder; returns the command that starts it."""
-    order.write_models(folder / "models")
+    models = _models(order)
     order.write_plugins(folder / "plugin", installation)
     for name in ("script", "seen"):
         (folder / name).mkdir()
@@ -239,10 +241,26 @@ def _prepare(order: AnyOrder, installation: Installation, folder: Path) -> list[
     shutil.copyfile(engine_child.__file__, script)
     for file in order.scripts:
         shutil.copy(file, script.parent)
-    asked = order.for_child(folder / "models") | {"seen": str(folder / "seen"), "module": Path(order.scripts[0]).stem}
+    asked = order.for_child(models) | {"seen": str(folder / "seen"), "module": Path(order.scripts[0]).stem}
     order_file.write_text(json.dumps(asked, indent=1), encoding="utf-8")
     records_file.touch()
     return [sys.executable, *map(str, (script, order_file, records_file))]
+
+
+def _models(order: AnyOrder) -> Path:
+    """Writes an order's models; returns their folder, which has one name for the same files: vLLM finds what it has
+    compiled for a model by the model's path."""
+    MODELS.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=MODELS) as made:
+        written = Path(made, "models")
+        order.write_models(written)
+        digest = hashlib.sha256()
+        for file in sorted(each for each in written.rglob("*") if each.is_file()):
+            digest.update(f"{file.relative_to(written)} {file.stat().st_size} ".encode() + file.read_bytes())
+        folder = MODELS / digest.hexdigest()[:16]
+        with contextlib.suppress(OSError):  # if it is there already
+            written.rename(folder)
+    return folder
 
 
 def _checked(order: AnyOrder, record: dict[str, Any], log: Path) -> dict[str, Any]:
