@@ -271,11 +271,11 @@ def test_arguments(tmp_path, capsys):
     options = server.parsed(["--case", "plain", "4/3/8", "--system", "eagle_kernels", "--logs", str(tmp_path)])
     assert (options.case, options.system) == (["plain", "4/3/8"], ["eagle_kernels"])
     ranks = server.parsed(["--tp", "2", "--logs", str(tmp_path)])
-    assert (ranks.case, ranks.all_reduce) == (["8B plain", "8B 4/3/8", "32B plain", "32B 4/3/8"], "sglang")
+    assert (ranks.case, ranks.all_reduce) == (["8B plain", "8B 4/3/8", "32B plain", "32B 4/3/8"], "own")
     for wrong in (
         ["--case", "9/9/9"], ["--system", "vllm"], ["--sglang", str(tmp_path / "nowhere")], ["--tp", "0"],
         ["--tp", "2", "--case", "plain", "8B plain"], ["--all-reduce", "ring"], ["--repeats", "0"],
-        ["--engine", "vllm", "--case", "plain"], ["--engine", "vllm", "--tp", "2"], ["--system", "vllm+fa3"],
+        ["--engine", "vllm", "--case", "plain"], ["--system", "vllm+fa3"],
         ["--row", "seeded-chain"], ["--engine", "vllm", "--row", "stock-plain"],
     ):  # fmt: skip
         with pytest.raises(SystemExit):
@@ -815,7 +815,7 @@ def test_a_table_of_ranks():
     """Each number of GPUs by itself, and none of them among the steps of one."""
     lines = [
         measured(system, ms, case=case, batch=8, **ranks)
-        for ranks, factor in (({}, 1), ({"tp": 2, "all_reduce": "sglang"}, 2), ({"tp": 2, "all_reduce": "nccl"}, 3))
+        for ranks, factor in (({}, 1), ({"tp": 2, "all_reduce": "own"}, 2), ({"tp": 2, "all_reduce": "nccl"}, 3))
         for case in ("8B 4/3/8", "32B plain")
         for system, ms in (("sglang+triton", 40.0 / factor), ("sglang+eagle_kernels", 20.0))
     ]
@@ -826,8 +826,8 @@ def test_a_table_of_ranks():
         ("8B 4/3/8", "1", "-", "sglang+eagle_kernels", "20.000", "2.00×"),
         ("8B 4/3/8", "2", "nccl", "sglang+triton", "13.333", "1.00×"),
         ("8B 4/3/8", "2", "nccl", "sglang+eagle_kernels", "20.000", "0.67×"),
-        ("8B 4/3/8", "2", "sglang", "sglang+triton", "20.000", "1.00×"),
-        ("8B 4/3/8", "2", "sglang", "sglang+eagle_kernels", "20.000", "1.00×"),
+        ("8B 4/3/8", "2", "own", "sglang+triton", "20.000", "1.00×"),
+        ("8B 4/3/8", "2", "own", "sglang+eagle_kernels", "20.000", "1.00×"),
     ]
     assert len(rows) == 12 and server_tables.table(lines) == []
     apart = [measured("sglang+triton", 10.0), measured("sglang+triton", 5.0, tp=2, accept_length=3.0)]
@@ -1110,6 +1110,19 @@ def test_a_soak_of_vllm(vllm, capsys, fail):
     fail(CUSTOM="leak")
     assert call(vllm, "--check-only", "--row", "tree-4/4/16", "--soak", "1") == 1
     assert "tree-4/4/16: 25.00% of the pool is not free when no request is left\n" in capsys.readouterr().out
+
+
+def test_ranks_of_vllm(vllm, monkeypatch, tmp_path):
+    """Plugged engines are on both GPUs, each of which has its part of the pool, and the stock one on one."""
+    started, run = {}, engine.run
+    monkeypatch.setattr(engine, "run", lambda order, *given: started.update({order.asked: order}) or run(order, *given))
+    assert call(vllm, "--check-only", "--row", "tree-4/4/16", "--tp", "2", "--all-reduce", "nccl") == 0
+    for asked, wanted in (("", (None, None)), ("all", (2, True))):
+        order = started[asked]
+        arguments, told = order.for_child(tmp_path)["engine"], order.environment(engine.Installation(), tmp_path)
+        found = [arguments.get(name) for name in ("tensor_parallel_size", "disable_custom_all_reduce")]
+        assert tuple(found) == wanted and ("VLLM_ALLREDUCE_USE_SYMM_MEM" in told) == (asked == "all")
+    assert arguments["kv_cache_memory_bytes"] == vllm_engine.SMALL_POOL // 2
 
 
 def test_a_table_of_vllm(tmp_path):

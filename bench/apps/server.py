@@ -24,8 +24,8 @@ status is 1 where an accepted length is more than 1 % (vLLM's: and chance) off e
 the latter, in place of a step; then trees, beside vLLM's own chains. An engine is started once for all cases with its
 drafts, all systems `--together`. Last, cases of the embedded pair, its prompts and what it really accepts.
 
-`--tp 2` gives each engine of SGLang two GPUs, and times cases of its own, of an 8B and a 32B shape; EAGLEInference runs
-on one GPU and is left out. Tables keep these lines apart.
+`--tp 2` gives each engine two GPUs; those of SGLang have cases of their own, of an 8B and a 32B shape. EAGLEInference
+runs on one GPU and is left out. Tables keep these lines apart.
 
 `--check-only` compares texts in the place of this, and needs no options of the above but the folders: server_texts.py.
 """
@@ -46,8 +46,7 @@ import torch
 
 from ..harness import results
 from ..peers import engine, fa3, sglang_engine, vllm_engine
-from ..peers.engine import EngineFailure, Installation, TimedOrder
-from ..peers.sglang_engine import ALL_REDUCES
+from ..peers.engine import ALL_REDUCES, EngineFailure, Installation, TimedOrder
 from . import generation, prefixes, server_tables, server_texts
 from .server_cases import (
     CHAINS,
@@ -126,7 +125,8 @@ class Bench:
             "sampling": tuple(sorted(case.sampling_of(system), reverse=True)), "batches": case.batches,
             "prompt_tokens": self.prompt_tokens(case), "lengths": self.lengths(case), "repeats": self.repeats(case),
             "requests": self.requests(case), "prompts": case.prompts, "turns": turns, "tree": tree, "accept": accept,
-            "tp": self.options.tp, "case": case.name, "also": [self.order(other, system, turns) for other in also],
+            "tp": self.options.tp, "all_reduce": self.options.all_reduce, "case": case.name,
+            "also": [self.order(other, system, turns) for other in also],
         }  # fmt: skip
         if self.is_vllm:
             backend = vllm_engine.FA3 if system in CHAINS else STOCK.get(system, vllm_engine.CUSTOM)
@@ -137,7 +137,7 @@ class Bench:
                 compiled="-".join([backend, *(map(str, tree) if case.is_beside_chains else ())]),
             )  # fmt: skip
         backend, rule = STOCK.get(system, engine.PLUGIN), "match" if system == MATCH else None
-        return sglang_engine.Order(backend, **asked, rule=rule, all_reduce=self.options.all_reduce)
+        return sglang_engine.Order(backend, **asked, rule=rule)
 
     def run_engines(self, cases: Sequence[Case], systems: Sequence[str]) -> None:
         """Runs an engine for each system and its drafts, with all cases that have them: one after the other, or all,
@@ -350,9 +350,9 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--system", nargs="+", choices=EVERY_SYSTEM, metavar="NAME", help="as listed above")
     together = "start a case's engines at once, and time them in turn, as those of vLLM always are"
     parser.add_argument("--together", action="store_true", help=together)
-    ranks = f"GPUs of an engine; cases of several: {', '.join(RANK_CASES)}"
+    ranks = f"GPUs of an engine; SGLang's cases of several: {', '.join(RANK_CASES)}"
     parser.add_argument("--tp", type=int, default=1, help=ranks)
-    add_up = "how several GPUs add up: by SGLang's own kernel, where that works, or by NCCL"
+    add_up = "how several GPUs add up: by the engine's own kernel, where that works, or by NCCL"
     parser.add_argument("--all-reduce", choices=ALL_REDUCES, default=ALL_REDUCES[0], help=add_up)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="slopes of which the median counts (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="once and shorter; the tables leave such lines out")
@@ -373,7 +373,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
             parser.error(f"--{name}: at least 1; got {getattr(options, name)}")
     _, systems, cases = ENGINES[options.engine]
     of_engine = [case.name for case in cases]
-    options.case = options.case or (of_engine if options.tp == 1 else RANK_CASES)
+    of_ranks = RANK_CASES if options.tp > 1 and options.engine == "sglang" else of_engine
+    options.case = options.case or of_ranks
     options.system = options.system or systems
     options.row = options.row or rows[options.engine]
     options.together |= options.engine == "vllm"
@@ -382,8 +383,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         chosen = getattr(options, name)
         if others := [each for each in chosen if each not in known]:
             parser.error(f"--{name}: of --engine {options.engine} are {', '.join(known)}; got {', '.join(others)}")
-    if options.tp > 1 and (others := [name for name in options.case if name not in RANK_CASES]):
-        parser.error(f"--tp: cases are {', '.join(RANK_CASES)}; got {', '.join(others)}")
+    if others := [name for name in options.case if name not in of_ranks]:
+        parser.error(f"--tp: cases are {', '.join(of_ranks)}; got {', '.join(others)}")
     for name in ("sglang", "flashinfer", "vllm"):
         folder = getattr(options, name)
         if folder is not None and not folder.is_dir():

@@ -113,7 +113,7 @@ def models(shape: str) -> tuple[dict, dict]:
 
 
 def ranks_of(tp: int, all_reduce: str) -> dict[str, int | str]:
-    """Returns what a line tells of `tp` GPUs of its engine, which add up in one of `sglang_engine.ALL_REDUCES`."""
+    """Returns what a line tells of `tp` GPUs of its engine, which add up in one of `engine.ALL_REDUCES`."""
     return {"tp": tp, "all_reduce": all_reduce} if tp > 1 else {}
 
 

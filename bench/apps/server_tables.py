@@ -58,7 +58,7 @@ SEED_MODELS = (
 )
 RANKS_ABOUT = (
     "Tensor parallelism: steps of one engine on several GPUs, and on one where it was timed beside them, at the shapes "
-    "of llama-3.1-8b and qwen3-32b, prompts of 512 tokens. *all-reduce*: how the GPUs add up, by SGLang's own kernel "
+    "of llama-3.1-8b and qwen3-32b, prompts of 512 tokens. *all-reduce*: how the GPUs add up, by the engine's kernel "
     "or by NCCL. On several GPUs a step of the 8B shape at B = 1 and 8 is as long as its host's, which differs by a "
     "third from one engine to the next, so its ratios do too; the last engines that were timed are shown."
 )

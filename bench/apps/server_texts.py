@@ -148,17 +148,17 @@ def run(row: Row, order: dict, options: argparse.Namespace, installation: Instal
     """Serves the traffic with one engine; its log and its texts are kept in the folder of logs."""
     served = Served(row)
     log = options.logs / f"texts_{row.name.replace('/', '_')}.txt"
+    ranks = {"tp": 1 if row.is_stock else options.tp, "all_reduce": options.all_reduce}
     shared = (row.backend, row.asked, row.page_size, row.has_graphs, row.has_overlap, row.has_radix_cache,
               row.dtype or options.dtype, order)  # fmt: skip
     if options.engine == "vllm":
         wanted = vllm_engine.TextOrder(
             *shared, tree=(TREES | VLLM_TREES).get(row.tree), has_trees=row.tree in VLLM_TREES,
             share=round(TEXT_SHARE / options.jobs, 3), compiled=log.stem, chunk_tokens=row.chunk_tokens,
-            has_small_pool=row.has_small_pool,
+            has_small_pool=row.has_small_pool, **ranks,
         )  # fmt: skip
     else:
-        tp = 1 if row.is_stock else options.tp
-        wanted = TextOrder(*shared, tree=TREES[row.tree], tp=tp, all_reduce=options.all_reduce)
+        wanted = TextOrder(*shared, tree=TREES[row.tree], **ranks)
     limit_s, with_flashinfer = (
         options.limit or ROW_LIMIT_S + (options.soak or 0),
         installation.flashinfer_version() is not None,

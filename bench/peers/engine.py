@@ -37,6 +37,9 @@ OFFLINE = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
     "PYTHONDONTWRITEBYTECODE": "",  # else each of an engine's processes compiles all of its package
 }  # fmt: skip
+# How the GPUs of an engine add up: by its own kernel, or by NCCL. Where the former cannot be used, an engine may take
+# NCCL instead and say so in its log.
+ALL_REDUCES = ("own", "nccl")
 MODELS = Path(tempfile.gettempdir(), "eagle_kernels_models")
 ROOM = 512  # tokens for drafts
 POLL_S = 0.1
@@ -93,6 +96,7 @@ class AnyOrder:
     tree: tuple[int, int, int] | None = None  # topk, steps, nodes; None: plain decoding
     accept: float | None = None  # mean tokens of a step that the engine simulates
     tp: int = 1  # GPUs of the engine
+    all_reduce: str = ALL_REDUCES[0]  # how they add up
 
     scripts: ClassVar[tuple[str, ...]]  # the file with the engine, and what it imports
 

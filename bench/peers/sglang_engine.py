@@ -20,9 +20,6 @@ from .engine import PLUGIN, ROOT, AnyOrder, Installation, TimedOrder, shared_env
 FA3 = "fa3"  # FlashAttention 3, as SGLang names the backend; also the plug-in that brings vLLM's build of it
 NO_PLUGIN = "none_of_them"
 SET = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-# How the GPUs of an engine add up: by SGLang's own kernel, or by NCCL. Where the former cannot be used, SGLang takes
-# NCCL instead and says so in its log.
-ALL_REDUCES = ("sglang", "nccl")
 FELL_BACK = re.compile(r"Setup Custom allreduce failed|CustomAll[Rr]educe\w* is disabled")
 
 
@@ -32,7 +29,6 @@ class SGLangOrder(AnyOrder):
 
     _: KW_ONLY
     rule: str | None = None  # for EAGLE_KERNELS_SGLANG_VERIFY; None: left unset
-    all_reduce: str = ALL_REDUCES[0]  # how the GPUs of an engine add up
 
     scripts = (sglang_child.__file__,)
 
@@ -41,7 +37,7 @@ class SGLangOrder(AnyOrder):
             write_plugin(folder, plugin)
 
     def fault(self, log: str) -> str | None:
-        if self.tp > 1 and self.all_reduce == "sglang" and FELL_BACK.search(log):
+        if self.tp > 1 and self.all_reduce == "own" and FELL_BACK.search(log):
             return "SGLang's own all-reduce cannot be used here; --all-reduce nccl does without"
         return None
 

@@ -52,6 +52,8 @@ class VLLMOrder(AnyOrder):
         told = shared_environment(paths) | SET
         told["VLLM_PLUGINS"] = ",".join(list(PLUGINS)[: 1 + self.is_plugged])
         told |= {"EAGLE_KERNELS_VLLM": self.asked} if self.is_plugged else {}
+        if self.tp > 1 and self.all_reduce == "nccl":
+            told["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
         caches = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
         return told | {name: str(CACHES / self.compiled / folder) for name, folder in caches.items()}
 
@@ -66,6 +68,8 @@ class VLLMOrder(AnyOrder):
             "skip_tokenizer_init": True, "enable_prefix_caching": False, "gpu_memory_utilization": self.share,
             "disable_log_stats": False,  # else drafts are not counted
         }  # fmt: skip
+        if self.tp > 1:
+            arguments |= {"tensor_parallel_size": self.tp, "disable_custom_all_reduce": self.all_reduce == "nccl"}
         if self.tree is not None:
             topk, depth, num_nodes = self.tree
             drafts = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": num_nodes - 1}
@@ -148,7 +152,7 @@ class TextOrder(VLLMOrder):
         arguments |= {
             "dtype": self.dtype, "max_model_len": TEXT_LENGTH, "max_num_seqs": TEXT_REQUESTS,
             "max_num_batched_tokens": self.chunk_tokens, "block_size": self.page_size,
-            "kv_cache_memory_bytes": SMALL_POOL if self.has_small_pool else POOL,
+            "kv_cache_memory_bytes": (SMALL_POOL if self.has_small_pool else POOL) // self.tp,
             "enforce_eager": not self.has_graphs, "async_scheduling": self.has_overlap,
             "enable_prefix_caching": self.has_radix_cache,
         }  # fmt: skip
