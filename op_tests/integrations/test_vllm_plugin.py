@@ -8,7 +8,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from eagle_kernels.integrations.shared.hooks import Hook
 from eagle_kernels.integrations.vllm import guards, hooks, parts, plugin, register
@@ -21,7 +20,7 @@ CONFIG, WORKER, REQUESTS, *_ = hooks.GUARDS
 OURS, THEIRS = "ours", SimpleNamespace(name="TRITON_ATTN")  # attention backends
 name_of = lambda hook: hook.target.rpartition(".")[2]  # noqa: E731
 GROUPS = {
-    "model": {"enforce_eager": False, "is_encoder_decoder": False, "use_mla": False, "is_hybrid": False,
+    "model": {"is_encoder_decoder": False, "use_mla": False, "is_hybrid": False,
               "is_attention_free": False, "rswa_window": None},
     "parallel": {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "use_ubatching": False},
     "cache": {"cache_dtype": "auto"},
@@ -221,14 +220,6 @@ def test_another_plug_in_keeps_its_backend(form):
 
 
 # what the configuration refuses
-
-
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_eager_engines_are_refused_on_a_gpu(has_gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    found = guards.refusals(configuration(model_enforce_eager=True))
-    assert len(found) == has_gpu and all("--enforce-eager with the part verify" in each for each in found)
-    assert guards.refusals(configuration()) == []
 
 
 REFUSED = {

@@ -17,7 +17,7 @@ from op_tests.integrations import vllm_stub as stub
 SHAPE, NODES = {"topk": 4, "depth": 3}, 8
 OURS, THEIRS = SimpleNamespace(name="CUSTOM"), SimpleNamespace(name="FLASH_ATTN")
 MODEL = {
-    "enforce_eager": False, "is_encoder_decoder": False, "use_mla": False, "is_hybrid": False,
+    "is_encoder_decoder": False, "use_mla": False, "is_hybrid": False,
     "is_attention_free": False, "rswa_window": None,
     "uses_mrope": False, "uses_xdrope_dim": 0, "window": None,
 }  # fmt: skip

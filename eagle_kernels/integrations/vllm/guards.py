@@ -1,7 +1,5 @@
 """What refuses, checks and connects: hooks on vLLM's configuration and on the start of its workers."""
 
-import torch
-
 from ..shared.hooks import fault_in_place
 from ..shared.versions import installed_version, is_first, spans
 from . import hooks
@@ -31,9 +29,6 @@ def refusals(config) -> list[str]:
     refuse(parallel.prefill_context_parallel_size > 1, "--prefill-context-parallel-size above 1")
     refuse(parallel.use_ubatching, "--enable-dbo and other overlap of small batches")
     refuse(model.is_encoder_decoder, "encoder-decoder models")
-    # seen on an H200, where its cause was not found; on a CPU the texts of such an engine are right
-    is_eager = model.enforce_eager and "verify" in asked and torch.cuda.is_available()
-    refuse(is_eager, "--enforce-eager with the part verify, which wrote wrong tokens without CUDA graphs")
     if "verify" in asked:  # vLLM 0.26 has neither
         refuse(getattr(parallel, "enable_batch_sharded_sampling", None), "--enable-batch-sharded-sampling")
         refuse(getattr(config, "watermark_config", None) is not None, "--watermark-config")
