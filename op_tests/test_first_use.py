@@ -213,6 +213,31 @@ threads = [threading.Thread(target=use, args=(first,)) for first in range(8)]
 [thread.join() for thread in threads]
 assert len(found) == 8 and all(each == found[0] for each in found)
 """,
+    # two threads would wait for each other, if one took the lock of the module before that of its package
+    "a package and a module of it, at once": """
+import threading, time
+from importlib import machinery, util
+from pathlib import Path
+from eagle_kernels.runtime.lazy import lazily
+Path("whole").mkdir()
+Path("whole/__init__.py").write_text("from . import part")
+Path("whole/part.py").write_text("")
+class Slow(machinery.SourceFileLoader):
+    def create_module(self, spec):  # before others can see that the package is on its way
+        time.sleep(0.5)
+    def find_spec(name, path, target=None):
+        place = "whole/__init__.py"
+        return util.spec_from_file_location(name, place, loader=Slow(name, place)) if name == "whole" else None
+sys.meta_path.insert(0, Slow)
+get, _ = lazily("eagle_kernels", {"whole": "whole:", "part": "whole.part:"})
+found = []
+thread = threading.Thread(target=lambda: found.append(get("whole")))
+thread.start()
+time.sleep(0.2)
+assert get("part").__name__ == "whole.part"
+thread.join()
+assert found == [sys.modules["whole"]]
+""",
     # as one of torch.export and AOTInductor: in C++, where no attribute of a module is asked for
     "a program that was traced": """
 import eagle_kernels

@@ -6,8 +6,8 @@ Importing this module defines the ops for torch, by their schemas: a program tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 
+from ..runtime.lazy import import_in_order
 from ..runtime.library import Op, register, schemas_of
 from .registry import OPS
 from .schemas import SCHEMAS
@@ -18,7 +18,7 @@ made: dict[str, Op] = {}
 def find(name: str) -> Op:
     """Returns an op; threads that ask for it at once get the same one."""
     if name not in made:
-        module = import_module(f".{OPS[name]}", __package__)
+        module = import_in_order(f".{OPS[name]}", __package__)
         if not set(schemas_of(module)) <= set(SCHEMAS):
             raise RuntimeError(f"ops/schemas.py does not have {name} as it is: run python -m bench.api")
         made.setdefault(name, Op(module, reference_of(OPS[name])))
@@ -27,7 +27,7 @@ def find(name: str) -> Op:
 
 def reference_of(path: str) -> Callable:
     """Returns the reference of an op, or of a front door."""
-    return getattr(import_module(f"..reference.ops.{path}", __package__), path.rpartition(".")[2])
+    return getattr(import_in_order(f"..reference.ops.{path}", __package__), path.rpartition(".")[2])
 
 
 def __getattr__(name: str) -> Callable:

@@ -3,7 +3,21 @@
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import resolve_name
+from types import ModuleType
 from typing import Any
+
+
+def import_in_order(name: str, package: str | None) -> ModuleType:
+    """Imports a module like `importlib.import_module`, but the packages around it first.
+
+    Python takes the lock of the module and then waits for that of its package, which another thread may hold that
+    imports the package, and so the module: one of the two would end with a deadlock that Python detects.
+    """
+    absolute = resolve_name(name, package)
+    for place in (place for place, letter in enumerate(absolute) if letter == "."):
+        import_module(absolute[:place])
+    return import_module(absolute)
 
 
 def lazily(module: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -14,7 +28,7 @@ def lazily(module: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any],
         if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home, _, attribute = homes[name].partition(":")
-        value = import_module(home, sys.modules[module].__package__)
+        value = import_in_order(home, sys.modules[module].__package__)
         value = getattr(value, attribute) if attribute else value
         setattr(sys.modules[module], name, value)  # so that this is not asked again
         return value
