@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import resolve_name
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -14,10 +15,10 @@ def import_in_order(name: str, package: str | None) -> ModuleType:
     Python takes the lock of the module and then waits for that of its package, which another thread may hold that
     imports the package, and so the module: one of the two would end with a deadlock that Python detects.
     """
-    absolute = resolve_name(name, package)
-    for place in (place for place, letter in enumerate(absolute) if letter == "."):
-        import_module(absolute[:place])
-    return import_module(absolute)
+    *packages, module = accumulate(resolve_name(name, package).split("."), "{}.{}".format)
+    for each in packages:
+        import_module(each)
+    return import_module(module)
 
 
 def lazily(module: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

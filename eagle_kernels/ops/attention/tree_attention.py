@@ -58,7 +58,7 @@ TUNING = {
         _MANY | {"max_dim": 256, "least_programs": 32, "program_keys": 2048, "max_rows": 128, "num_warps": 8},
         _MANY | {"max_dim": 128, "tile_bytes": 8192},
         _FEW | {"from_rows": 65},
-        # one tile of 64 rows, as chains of 8 have: more stages of fewer keys
+        # one tile of 64 rows, as chains of 8 have: more stages of fewer keys in 16 bits
         _FEW | {"from_rows": 33, "wide": _FEW["wide"] | {"tile_bytes": 16384, "num_stages": 4},
                 "float8": {"num_stages": 3}},
         _FEW,

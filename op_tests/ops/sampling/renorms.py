@@ -43,12 +43,6 @@ def spoil(probs: torch.Tensor) -> None:
     probs[2, 5::3] = probs[1, 5::3]
 
 
-def strided(probs: torch.Tensor, row_stride: int, start: int) -> torch.Tensor:
-    """The same rows within wider ones of NaN."""
-    wide = torch.full((len(probs), row_stride), float("nan"), dtype=probs.dtype, device=probs.device)
-    return wide[:, start : start + probs.shape[1]].copy_(probs)
-
-
 def check(path: str, values: dict, case: str) -> torch.Tensor:
     """Launcher and reference agree in every bit; returns what they agree on."""
     return check_operation(path, values, case=case)[0]

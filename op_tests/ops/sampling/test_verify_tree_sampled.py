@@ -16,7 +16,7 @@ from op_tests.harness import check_operation, sweep, to_device
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.harness.trees import depths_of, trees_of
 from op_tests.ops.verify.cases import make_sampled as make
-from op_tests.ops.verify.cases import with_processors
+from op_tests.ops.verify.cases import padded, with_processors
 
 PATH = "sampling.verify_tree_sampled"
 MODULE = importlib.import_module("eagle_kernels.ops." + PATH)
@@ -154,11 +154,9 @@ def test_penalties_have_the_same_bits_in_every_kernel(vocab_size, num_kept, devi
 @pytest.mark.parametrize("filters", FILTERS)
 def test_padded_vocabulary(filters, way, device):
     values = make(1, 2, 2, 5, device=device, **FILTERS[filters])
-    wide = torch.full((5, 75), 1e4, device=device)
-    wide[:, :61] = values["target_logits"]
     output = eagle_kernels.raw.verify_tree_sampled(**values)
-    padded = eagle_kernels.raw.verify_tree_sampled(**values | {"target_logits": wide[:, :61]})
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(padded, output))
+    of_padded = eagle_kernels.raw.verify_tree_sampled(**values | {"target_logits": padded(values["target_logits"])})
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(of_padded, output))
 
 
 @pytest.mark.parametrize(

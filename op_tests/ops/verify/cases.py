@@ -67,11 +67,10 @@ def make_logits(num_rows, vocab_size, *, dtype=torch.float32, device="cpu", temp
 
 
 def padded(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the same rows, which begin at multiples of 64 elements, as those of a padded vocabulary do."""
-    num_rows, vocab_size = logits.shape
-    rows = logits.new_zeros(num_rows, -(-vocab_size // 64) * 64)
-    rows[:, :vocab_size] = logits
-    return rows[:, :vocab_size]
+    """Returns the same rows, which begin at multiples of 64 elements, as those of a padded vocabulary do. Whoever reads
+    what lies between them takes it for the largest logit."""
+    vocab_size = logits.shape[1]
+    return torch.nn.functional.pad(logits, (0, -vocab_size % 64), value=1e4)[:, :vocab_size]
 
 
 def make_sampled(batch_size, topk, spec_steps, num_nodes, *, vocab_size=61, device="cpu", dtype=torch.float32,

@@ -25,7 +25,6 @@ def make(batch_size, topk, spec_steps, num_nodes, *, source="ids", vocab_size=97
 
 
 def make_padded(*shape, **options) -> dict:
-    """With rows of logits that begin at multiples of 64 elements, as those of a padded vocabulary do."""
     values = make(*shape, **options)
     return values | {"target_logits": padded(values["target_logits"])}
 
