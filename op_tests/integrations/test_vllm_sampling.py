@@ -15,13 +15,17 @@ from op_tests.integrations.vllm_server import (
     LENGTH,
     MODES,
     PROMPT,
+    SINGLE,
     TABLE,
     VOCAB,
     WANTED,
     Server,
+    Watch,
     adjusted,
     kept,
+    padded,
     request,
+    runner_of,
     speculation,
     written,
 )
@@ -372,46 +376,57 @@ def test_a_model_with_a_sampler_of_its_own_keeps_it(sampling):
 def test_what_is_launched_later_is_compiled_before(sampling, kind, monkeypatch, device):
     """After vLLM's own warm-up, for rows as they lie in its steps, in its stream; requests that come then are what they
     are without one."""
-    seen, order, layouts, streams, is_gpu = set(), [], set(), set(), torch.device(device).type == "cuda"
+    order, watch, is_gpu = [], Watch(monkeypatch, sampling), torch.device(device).type == "cuda"
     stream = torch.cuda.Stream() if is_gpu else None
 
-    def watched(name, op):
-        def call(*args, **values):
-            logits = values.get("logits", values.get("target_logits"))
-            seen.add((name, *(each for each in ("top_k", "top_p", "min_p") if values.get(each) is not None)))
-            layouts.add((logits.dtype, logits.stride(), logits.shape[1]))
-            streams.add(torch.cuda.current_stream() if is_gpu else None)
-            return op(*args, **values)
-
-        return call
-
     def vllm_s_own(*given):
-        order.append((given, set(seen)))
+        order.append((given, set(watch.seen)))
         logits, batch = server.batch([[]] * len(ALL))
-        padded = torch.zeros(len(logits), VOCAB + 9, dtype=torch.bfloat16, device=device)
-        server.sampler(padded[:, :VOCAB].copy_(logits), batch)
-        for found in (seen, layouts, streams):
-            found.clear()
+        server.sampler(padded(logits), batch)
+        watch.seen.clear()
+        watch.streams.clear()
 
-    for name in ("sample_from_logits", "verify_tree_greedy", "verify_tree_sampled"):
-        monkeypatch.setattr(sampling, name, watched(name, getattr(sampling, name)))
     server = Server(sampling, ALL, device)
-    runner = SimpleNamespace(
-        sampler=server.sampler, rejection_sampler=server.verifier if kind == "drafts" else None, vocab_size=VOCAB,
-        num_speculative_steps=DRAFTS * (kind == "drafts"), max_num_reqs=5, dtype=torch.float32, device=server.device,
-    )  # fmt: skip
+    runner = runner_of(server, DRAFTS * (kind == "drafts"))
     with torch.cuda.stream(stream):
         sampling.warmup_kernels(vllm_s_own, runner, "execute", "sample")
-    assert order == [((runner, "execute", "sample"), set())]
-    filters = [(), ("top_p",), ("top_k", "top_p")]
-    op = "verify_tree_sampled" if kind == "drafts" else "sample_from_logits"
-    wanted = {(op, *each) for each in filters} | ({("verify_tree_greedy",)} if kind == "drafts" else set())
-    assert seen == wanted and streams == {stream}
-    assert layouts == {(torch.bfloat16, (VOCAB + 9, 1), VOCAB)}
+    assert order == [((runner, "execute", "sample"), set())] and watch.streams == {stream}
+    compiled, ops = set(watch.seen), {name for name, *_ in watch.seen}
+    assert ops == (set(watch.OPS) if kind == "drafts" else {"sample_from_logits"})
+    coin = np.random.default_rng(4)
+    for single in SINGLE:
+        requests = [request(**single, seed=seed) for seed in range(3)]
+        later, ahead = Server(sampling, requests, device), written(requests, LENGTH + DRAFTS)
+        later.sampler(*padded_batch(later, [[]] * 3))
+        for is_whole in (True, False) if kind == "drafts" else ():
+            later.verifier(*padded_batch(later, drafts_of(later, ahead, coin, is_whole)))
+    assert watch.seen == compiled
     server.decode()
     fresh = Server(sampling, ALL, device)
     fresh.decode()
     assert server.texts == fresh.texts
+
+
+def padded_batch(server, drafts):
+    logits, batch = server.batch(drafts)
+    return padded(logits), batch
+
+
+def test_large_steps_are_warmed_up_without_their_memory(sampling, device):
+    """As many rows as a step can have, of which none has room of its own."""
+    server = Server(sampling, ALL, device)
+    sizes, verify, count = set(), server.verifier.verify_whole, 5 * (DRAFTS + 1)
+
+    def verify_whole(parameters, drafts, pos):
+        rows = parameters["logits"]
+        assert rows.untyped_storage().nbytes() <= 4 * (count * 32 + VOCAB)
+        sizes.add(len(rows))
+        return verify(parameters, drafts, pos)
+
+    server.verifier.verify_whole = verify_whole
+    runner = runner_of(server, DRAFTS, max_num_reqs=10**6, max_num_tokens=count + 1)
+    sampling.warmup_kernels(lambda *given: None, runner, "execute", "sample")
+    assert sizes == {count, DRAFTS + 1}
 
 
 def test_links_of_chains_stay_where_they_are(sampling, monkeypatch, device):

@@ -9,7 +9,20 @@ import torch
 
 from eagle_kernels.integrations.vllm.trees import Trees, TreeShape
 from op_tests.integrations import vllm_stub as stub
-from op_tests.integrations.vllm_server import ALL, LENGTH, MODES, WANTED, Server, Tree, request, written
+from op_tests.integrations.vllm_server import (
+    ALL,
+    LENGTH,
+    MODES,
+    SINGLE,
+    WANTED,
+    Server,
+    Tree,
+    Watch,
+    padded,
+    request,
+    runner_of,
+    written,
+)
 
 SHAPES = [TreeShape(3, 2, 6), TreeShape(4, 3, 8), TreeShape(1, 3, 4), TreeShape(8, 5, 70)]
 BANNED = {"bad_words_token_ids": [[3], [11, 4], [7, 9, 20], [7, 9, 21], [5, 9, 2, 31, 8]]}
@@ -44,7 +57,7 @@ class TreeServer(Server):
         logits, batch = super().batch([tree.tokens[1:count] for tree, count in zip(drafts, counts)])
         for tree, place in zip(drafts, self.places.tolist()):
             self.trees.state[:, place] = tree.state(self.shape).to(self.device)
-        batch.input_ids, batch.positions = batch.input_ids[1:], batch.positions[1:].clone()
+        batch.input_ids, batch.positions = batch.input_ids[1:].clone(), batch.positions[1:].clone()
         batch.logits_indices = batch.logits_indices - 1
         batch.num_draft_tokens_per_req = np.array(counts, np.int32) - 1
         batch.num_draft_tokens, batch.num_tokens = sum(counts) - len(counts), sum(counts)
@@ -95,6 +108,30 @@ def test_texts_with_trees_are_those_without(sampling, shape, kind, device):
         for text, wanted in zip(server.texts, written(requests, max(map(len, server.texts)))):
             assert text == wanted[: len(text)]
         assert max(lengths) > 1 or len(requests) == 1
+
+
+def test_what_is_launched_later_is_compiled_before(sampling, monkeypatch, device):
+    """Trees, cut ones and prompts, by every kind of sampling that is foreseen."""
+    shape, coin, watch = SHAPES[1], np.random.default_rng(3), Watch(monkeypatch, sampling)
+    server = TreeServer(sampling, ALL, device, shape)
+
+    def vllm_s_own(*given):
+        logits, batch = Server.batch(server, [[]] * len(ALL))
+        server.sampler(padded(logits), batch)
+        watch.seen.clear()
+
+    sampling.warmup_kernels(vllm_s_own, runner_of(server, shape.num_nodes - 1), "execute", "sample")
+    compiled = set(watch.seen)
+    for single in SINGLE:
+        requests = [request(**single, seed=seed) for seed in range(3)]
+        later, ahead = TreeServer(sampling, requests, device, shape), written(requests, LENGTH + 8)
+        logits, plain = Server.batch(later, [[]] * 3)
+        later.sampler(padded(logits), plain)
+        for kind in ("whole", "ragged"):
+            drafts = [Tree.random(shape, each, coin) for each in ahead]
+            logits, batch = later.batch(drafts, counts_of(kind, shape, 3, coin))
+            later.verifier(padded(logits), batch)
+    assert watch.seen <= compiled and len({name for name, *_ in compiled}) == 3
 
 
 @KINDS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -199,6 +200,54 @@ class Server:
         counts = self.take(output)
         assert output.num_rejected.tolist() == [1 + len(each) - count for each, count in zip(drafts, counts)]
         return counts
+
+
+class Watch:
+    """Notes of each call of our samplers what their kernels are compiled for: types, alignments and what is None."""
+
+    OPS = ("sample_from_logits", "verify_tree_greedy", "verify_tree_sampled")
+
+    def __init__(self, monkeypatch, sampling):
+        self.seen, self.streams = set(), set()
+        for name in self.OPS:
+            monkeypatch.setattr(sampling, name, self._watched(name, getattr(sampling, name)))
+
+    def _watched(self, name, op):
+        def call(*args, **values):
+            given = [*enumerate(args), *sorted(values.items())]
+            self.seen.add((name, *((key, self._look(value)) for key, value in given)))
+            first = next(value for _, value in given if isinstance(value, torch.Tensor))
+            self.streams.add(torch.cuda.current_stream() if first.is_cuda else None)
+            return op(*args, **values)
+
+        return call
+
+    @staticmethod
+    def _look(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        is_wide = value.ndim > 1 and value.is_floating_point()
+        return value.dtype, value.data_ptr() % 16, math.gcd(value.stride(0), 16) if is_wide else None
+
+
+def padded(logits: torch.Tensor) -> torch.Tensor:
+    """Returns logits as a model gives them: in 16 bits, in rows that are longer than its vocabulary."""
+    rows = torch.zeros(len(logits), VOCAB + 8, dtype=torch.bfloat16, device=logits.device)
+    return rows[:, :VOCAB].copy_(logits)
+
+
+# what all requests of a batch may have
+SINGLE = ({"temperature": 0.0}, {}, {"top_p": 0.7}, {"top_k": 6}, {"top_k": 6, "top_p": 0.7}, {"logprobs": 2})
+
+
+def runner_of(server: Server, num_drafts: int, **changes) -> SimpleNamespace:
+    """Returns what `warmup_kernels` needs to know of vLLM's runner."""
+    fields = {
+        "sampler": server.sampler, "rejection_sampler": server.verifier if num_drafts else None, "vocab_size": VOCAB,
+        "num_speculative_steps": num_drafts, "max_num_reqs": 5, "max_num_tokens": 64, "dtype": torch.float32,
+        "device": server.device,
+    }  # fmt: skip
+    return SimpleNamespace(**fields | changes)
 
 
 ALL = [request(**{"seed": 100 + index} | each) for index, each in enumerate(WANTED.values())]

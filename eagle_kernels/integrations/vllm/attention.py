@@ -187,7 +187,7 @@ class EagleKernelsImpl(Implementation):
         first, stop = rows.num_tokens, metadata.num_actual_tokens
         prefill_attention(
             query[first:stop], rows.prompt_bounds, **cache, **self._logits(), max_query=metadata.max_query_len,
-            block_table=metadata.block_table[rows.num_requests :], seq_lens=metadata.seq_lens[rows.num_requests :],
+            block_table=metadata.block_table[rows.num_requests :], seq_lens=rows.prompt_lens,
             out=Attended(output[first:stop], self._log_sums(query[first:stop])),
         )  # fmt: skip
 

@@ -41,7 +41,7 @@ def _host(module: str, name: str):
         # [pages, Hkv, page_size, 2 * D], written before `forward`
         contains(f"{implementation}.do_kv_cache_update", "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)"),
         value(f"{backend}.forward_includes_kv_cache_update", False),
-        names(metadata, ("block_table", "max_query_len", "num_actual_tokens", "seq_lens")),
+        names(metadata, ("block_table", "max_query_len", "num_actual_tokens")),
         takes(builder, ("kv_cache_spec", "layer_names", "vllm_config", "device")),
         takes(f"{builder}.build", ("self", "common_prefix_len", "common_attn_metadata", "fast_build")),
         names(builder, ("_cudagraph_support",)),
@@ -69,7 +69,7 @@ _LATENTS = (
     contains(_MLA + "MLACommonMetadataBuilder.build",
              "require_uniform=self.query_len_support != QueryLenSupport.VARLEN"),
     names(_MLA + "MLACommonMetadata", ("decode", "max_query_len")),
-    names(_MLA + "MLACommonDecodeMetadata", ("block_table", "seq_lens")),
+    names(_MLA + "MLACommonDecodeMetadata", ("block_table",)),
     contains(_MLA + "MLACommonBackend.get_kv_cache_shape", "return (num_blocks, block_size, head_size)"),
     names(_MLA + "MLAAttention", ("head_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")),
     contains(_MLA + "MLAAttention.forward_impl", "torch.bmm(mqa_q_nope, self.W_UK_T, out=mqa_ql_nope)"),
@@ -308,7 +308,8 @@ CONTRACT = (
                  "expanded_local_pos)\n    self.sampling_states.apply_temperature("),
     )),
     names(_GPU + "model_runner.GPUModelRunner", (
-        "device", "dtype", "max_num_reqs", "num_speculative_steps", "rejection_sampler", "sampler", "vocab_size",
+        "device", "dtype", "max_num_reqs", "max_num_tokens", "num_speculative_steps", "rejection_sampler", "sampler",
+        "vocab_size",
     )),
     names(_STATES, ("min_p", "seeds", "temperature", "top_k", "top_p", "vocab_size")),
     takes(_STATES + ".max_num_logprobs", ("self", "idx_mapping_np")),

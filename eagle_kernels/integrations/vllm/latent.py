@@ -107,7 +107,7 @@ class LatentImpl(TritonMLAImpl):
             mla_prefill(
                 query[first:], rows.prompt_bounds, **options, max_query=attn_metadata.max_query_len,
                 block_table=attn_metadata.decode.block_table[rows.num_requests :],
-                seq_lens=attn_metadata.decode.seq_lens[rows.num_requests :], out=Attended(*(x[first:] for x in out)),
+                seq_lens=rows.prompt_lens, out=Attended(*(x[first:] for x in out)),
             )  # fmt: skip
         return out
 

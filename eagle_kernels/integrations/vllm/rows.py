@@ -17,7 +17,8 @@ class Rows:
 
     seq_lens, prefix_lens: int32 [B], with and without the step's own tokens. bounds: int32 [B + 1], of the requests'
     rows. plan: int32 [B + 1], for layers without a window. prompt_bounds: None, or int32 [P + 1] counted from the first
-    prompt's first row. tree_mask: None, or int64 [T, W], of layers that read trees.
+    prompt's first row. prompt_lens: None, or int32 [P], a copy: Triton would compile anew for a slice that is
+    not aligned. tree_mask: None, or int64 [T, W], of layers that read trees.
     """
 
     num_requests: int
@@ -28,6 +29,7 @@ class Rows:
     bounds: torch.Tensor
     plan: torch.Tensor
     prompt_bounds: torch.Tensor | None
+    prompt_lens: torch.Tensor | None
     tree_mask: torch.Tensor | None = None
 
 
@@ -64,12 +66,15 @@ class RowsOfSteps:
         num_requests, num_prompts, num_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.most_rows)
         if num_prompts and not has_mixed:
             return None
+        bounds = lengths = None
+        if num_prompts and has_prompts:
+            bounds = common.query_start_loc[num_requests:] - num_tokens
+            lengths = common.seq_lens[num_requests:].clone()
         rows = Rows(
             num_requests, num_tokens, self.most_rows if num_prompts else max(common.max_query_len, 1),
             common.seq_lens[:num_requests], self._prefix_lens[:num_requests],
             common.query_start_loc[: num_requests + 1], self._plan[: num_requests + 1],
-            common.query_start_loc[num_requests:] - num_tokens if num_prompts and has_prompts else None,
-            None if self.trees is None else self.trees.row_mask[:num_tokens],
+            bounds, lengths, None if self.trees is None else self.trees.row_mask[:num_tokens],
         )  # fmt: skip
         self._measure(rows)
         return rows

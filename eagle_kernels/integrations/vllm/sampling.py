@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -36,7 +37,7 @@ FIELDS = tuple(inspect.signature(Sampler.sample).parameters)[2:-1]
 ANY_DTYPE = (LogitBiasState, PenaltiesState, BadWordsState)  # others are promised float32
 PROCESSED = ("processed_logprobs", "processed_logits")
 # Temperature, top-k and top-p of requests whose kernels are compiled before the first of them comes.
-COMPILED = ((0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 0, 0.9), (1.0, 20, 0.9))
+COMPILED = ((0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 0, 0.9), (1.0, 20, 1.0), (1.0, 20, 0.9))
 
 
 class MatchSampler(Sampler):
@@ -67,7 +68,7 @@ class MatchSampler(Sampler):
         """
         self.layout = logits.dtype, logits.stride(0)
         if return_logprobs and self.logprobs_mode.startswith("raw_"):
-            logits = logits.clone()
+            logits = empty_rows(logits, len(logits)).copy_(logits)
         places = step.idx_mapping_np
         if not hasattr(self, "logits_processors"):  # before vLLM 0.31
             rows, drafts = (logits, step.expanded_idx_mapping, places), (step.input_ids, step.expanded_local_pos)
@@ -127,6 +128,11 @@ class MatchSampler(Sampler):
         states.apply_temperature(logits, *rows)
         states.apply_min_p(logits, *rows)
         return states.apply_top_k_top_p(logits, *rows)
+
+
+def empty_rows(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns room for rows that lie as those of some logits do; rows of another alignment need other kernels."""
+    return logits.new_empty(count, logits.stride(0))[:, : logits.shape[1]]
 
 
 def inputs_of(batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -272,21 +278,27 @@ def warmup_kernels(original, model_runner, worker_execute_model, worker_sample_t
         return
     states, num_nodes, device = sampler.sampling_states, 1 + model_runner.num_speculative_steps, model_runner.device
     dtype, stride = sampler.layout or (model_runner.dtype, model_runner.vocab_size)
-    calls = []
-    for batch_size in sorted({1, model_runner.max_num_reqs}):  # chains of large ones are walked level by level
-        num_rows, places = batch_size * num_nodes, [0] * batch_size
-        logits = torch.zeros((num_rows, stride), dtype=dtype, device=device)[:, : model_runner.vocab_size]
-        rows = torch.zeros(num_rows, dtype=torch.int64, device=device)  # all of the request at place 0
-        for temperature, top_k, top_p in COMPILED:
-            states.temperature.np[0], states.top_p.np[0], states.min_p.np[0] = temperature, top_p, 0.0
-            states.top_k.np[0] = top_k or model_runner.vocab_size
-            states.apply_staged_writes()
-            if isinstance(verifier, MatchVerifier):  # the kernels of both are the same
-                parameters = verifier.parameters(logits, rows, rows[:batch_size], places)
-                calls.append(functools.partial(verifier.verify_whole, parameters, rows, rows))
-            else:
-                draws = sampler.draws(logits, rows, rows, places)
-                calls.append(functools.partial(sample_from_logits, **draws, positions=rows))
+    # large batches are walked level by level
+    sizes = (min(model_runner.max_num_reqs, max(1, model_runner.max_num_tokens // num_nodes)), 1)
+    # rows overlap, or they would take gigabytes; what is compiled depends on how they are aligned alone
+    count, step = sizes[0] * num_nodes, 16 + math.gcd(stride, 16)
+    memory = torch.zeros(count * step + model_runner.vocab_size, dtype=dtype, device=device)
+    logits = memory.as_strided((count, model_runner.vocab_size), (step, 1))
+    rows = torch.zeros(len(logits), dtype=torch.int64, device=device)  # all of the request at place 0
+    drafts = rows.to(torch.int32)
+    calls = [], []  # the latter launch much of what the former do
+    for temperature, top_k, top_p in COMPILED:
+        states.temperature.np[0], states.top_p.np[0], states.min_p.np[0] = temperature, top_p, 0.0
+        states.top_k.np[0] = top_k or model_runner.vocab_size
+        states.apply_staged_writes()
+        if temperature:
+            draws = sampler.draws(logits[:1], rows[:1], rows[:1], [0])
+            calls[0].append(functools.partial(sample_from_logits, **draws, positions=rows[:1]))
+        for size, of_size in zip(sizes, calls):
+            if isinstance(verifier, MatchVerifier):
+                count = size * num_nodes
+                parameters = verifier.parameters(logits[:count], rows[:count], rows[:size], [0] * size)
+                of_size.append(functools.partial(verifier.verify_whole, parameters, drafts[:count], rows[:count]))
 
     # a new thread has the default stream, which does not wait for another one, or another one for it
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -296,4 +308,5 @@ def warmup_kernels(original, model_runner, worker_execute_model, worker_sample_t
             call()
 
     with ThreadPoolExecutor() as pool:  # a compiler leaves Python's lock to others most of the time
-        list(pool.map(make, calls))
+        for some in calls:
+            list(pool.map(make, some))

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from ...ops import penalize_logits, verify_commit
 from .parts import SWITCHES
-from .sampling import PROCESSED, MatchVerifier, inputs_of
+from .sampling import PROCESSED, MatchVerifier, empty_rows, inputs_of
 from .trees import Trees, to_device
 
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -38,12 +38,13 @@ class TreeVerifier(MatchVerifier):
         is_whole = self.is_whole(logits, places)
         if not is_whole:  # all requests get N rows; those that are not there repeat the last one, and nothing matches
             filled, is_there = self._filled(batch)
-            logits, pos, of_request = logits[filled], pos[filled], of_request[filled]
+            logits = torch.index_select(logits, 0, filled, out=empty_rows(logits, len(filled)))
+            pos, of_request = pos[filled], of_request[filled]
             drafts = torch.where(is_there, drafts[filled], -1)
         drafts = self._without_unknown(batch, drafts.view(-1, num_nodes))
         raw = logits
         if wants and sampler.logprobs_mode.startswith("raw_"):
-            logits = logits.clone()
+            logits = empty_rows(logits, len(logits)).copy_(logits)
         links = self._chains(len(drafts))[0], trees.current[1], trees.current[2]
         adjusted = self._adjust(logits, drafts, links, pos, of_request, batch)
         parameters = self.parameters(adjusted, of_request, batch.idx_mapping, places)
