@@ -68,6 +68,9 @@ class TreeDrafts:
         }  # fmt: skip
         self.root_hidden = make(size, self.hidden_size, dtype=self.dtype)
         self.no_tokens = make(size)  # of roots, which vLLM knows
+        sizes = (shape.depth + 1, shape.num_nodes, self.max_num_tokens + 1)
+        self.depths, self.nodes, self.rows = (torch.arange(count, device=device) for count in sizes)
+        self.roots = torch.arange(size, device=device)[:, None] * shape.num_nodes
         self.drafted = make(3 + shape.num_words, size, shape.num_nodes)  # as `Trees.state`
         self.trees = None  # while vLLM measures how much memory is left
         self.beam_caches: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}  # `Level.keys, values`, by layer
@@ -140,7 +143,7 @@ class TreeDrafts:
             num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, *mode, **options
         )
         beams = self._select(0, self._logits(last_hidden[last]), num_reqs, None)
-        self.root_hidden[:num_reqs] = hidden[last]
+        torch.index_select(hidden, 0, last, out=self.root_hidden[:num_reqs])
         # vLLM prepares one row for each request, of which the levels need the position and the length
         self.draft_tokens[:num_reqs, 0] = beams.tokens[:, 0]
         self.input_buffers.positions[:num_reqs] = positions
@@ -179,25 +182,20 @@ class TreeDrafts:
 
     def _bring_to_front(self, size: int, num_rows: int) -> None:
         """Brings tokens, positions and hidden states of accepted paths to the first rows of their requests."""
-        target, buffers, trees, device = self.target_input_buffers, self.input_buffers, self.trees, self.device
+        target, buffers, trees = self.target_input_buffers, self.input_buffers, self.trees
         first = target.query_start_loc[:size, None].long()
-        before = (target.seq_lens[:size] - target.query_start_loc[: size + 1].diff())[:, None]
-        depth = torch.arange(self.shape.depth + 1, device=device)
-        node = trees.accept_index[:size] - torch.arange(size, device=device)[:, None] * self.shape.num_nodes
-        is_path = depth <= trees.num_accepted[:size, None]
-        source = (first + node).masked_fill(~is_path, 0)
-
-        def changed(values: torch.Tensor, is_changed: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-            """Returns values [T] with new ones [B, depths] in the front rows; what is not changed is written past T."""
-            row = (first + depth)[:, : new.shape[1]].masked_fill(~is_changed, num_rows)
-            return torch.cat([values, values[:1]]).scatter_(0, row.flatten(), new.to(values.dtype).flatten())[:-1]
-
-        buffers.positions[:num_rows] = changed(buffers.positions[:num_rows], is_path, before + depth)
-        # The draft reads at each row the token after it. That after the last one was drawn, and is in its place.
-        following = target.input_ids[source[:, 1:]]
-        buffers.input_ids[:num_rows] = changed(buffers.input_ids[:num_rows], is_path[:, 1:], following)
-        order = changed(torch.arange(num_rows, device=device), is_path, source)
+        is_off = self.depths > trees.num_accepted[:size, None]
+        source = (trees.accept_index[:size] - self.roots[:size] + first).masked_fill_(is_off, 0)
+        row = (first + self.depths).masked_fill_(is_off, num_rows)  # what is not changed is written past all rows
+        order = self.rows[: num_rows + 1].scatter(0, row.flatten(), source.flatten())[:-1]
+        torch.index_select(target.positions, 0, order, out=buffers.positions[:num_rows])
         self.hidden_states[:num_rows] = self.hidden_states[order]
+        # The draft reads at each row the token after it. That after the last one was drawn, and is in its place.
+        row = row[:, :-1].masked_fill(is_off[:, 1:], num_rows)
+        tokens = buffers.input_ids[:num_rows]
+        tokens.copy_(torch.cat([tokens, tokens[:1]]).scatter_(
+            0, row.flatten(), target.input_ids[source[:, 1:]].flatten()
+        )[:-1])  # fmt: skip
 
     # the levels
 
@@ -225,9 +223,9 @@ class TreeDrafts:
         beams = Beams(**dict.fromkeys(Beams._fields) | first_beams)
         for number in range(1, shape.depth):
             buffers.input_ids[:rows] = beams.tokens.flatten()
-            buffers.positions[:rows] = position.repeat_interleave(topk)
+            buffers.positions[:rows].view(size, topk).copy_(position[:, None])
             position = (position + 1).clamp_(max=self.max_model_len - 1)
-            self.hidden_states[:rows] = hidden[beams.hidden_rows.flatten()]
+            torch.index_select(hidden, 0, beams.hidden_rows.flatten(), out=self.hidden_states[:rows])
             metadata = None
             if attn_metadata is not None:
                 metadata = {
@@ -241,11 +239,9 @@ class TreeDrafts:
             self.no_tokens[:size], self.scores[:size], self.tokens[:size], self.parent_slots[:size], prefix_lens,
             topk=topk, spec_steps=shape.depth, num_verify_tokens=shape.num_nodes,
         )  # fmt: skip
-        node = torch.arange(shape.num_nodes, device=self.device)
-        depth = tree.positions.view(size, -1) - prefix_lens[:, None]
-        self.drafted[:, :size] = torch.stack(
-            [depth - node, tree.retrieve_next_token, tree.retrieve_next_sibling, *tree.tree_mask.unbind(-1)]
-        )
+        place = tree.positions.view(size, -1) - prefix_lens[:, None] - self.nodes
+        links = tree.retrieve_next_token, tree.retrieve_next_sibling
+        torch.stack([place, *links, *tree.tree_mask.unbind(-1)], out=self.drafted[:, :size])
         self.draft_tokens[:size] = tree.draft_tokens.view(size, -1)[:, 1:]
 
     def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
