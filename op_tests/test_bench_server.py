@@ -108,7 +108,7 @@ class Engine:
 
 # vLLM's, whose texts follow from the last token of their prompts and from seeds; short samples without a seed are drawn
 FAKE_VLLM = """
-import importlib.metadata, json, os, random
+import gzip, importlib.metadata, json, os, random
 from types import SimpleNamespace as make
 
 __version__ = "0.26.0"
@@ -127,8 +127,10 @@ class SamplingParams:
 
 class LLM:
     def __init__(
-        self, attention_backend, load_format, dtype, speculative_config=None, additional_config=None, **arguments
+        self, attention_backend, load_format, dtype, speculative_config=None, additional_config=None,
+        profiler_config=None, **arguments
     ):
+        self.traces = profiler_config and profiler_config["torch_profiler_dir"]
         self.fault = json.loads(os.environ.get("FAKE", "{}")).get(attention_backend) or ""
         drafts, self.drafts = speculative_config or {}, 0
         self.accept = drafts.get("synthetic_acceptance_length", 2.0 if drafts else None)
@@ -168,6 +170,19 @@ class LLM:
         texts = [self.text(prompt["prompt_token_ids"], each) for prompt, each in zip(prompts, parameters, strict=True)]
         spend(1e-4 * ((self.drafts - before) / len(texts) or max(map(len, texts))))
         return [make(outputs=[make(token_ids=tokens)]) for tokens in texts]
+
+    def start_profile(self):
+        assert not os.listdir(self.traces) if os.path.isdir(self.traces) else not os.makedirs(self.traces)
+
+    def stop_profile(self):
+        events = [{"name": "python_function", "ts": 0}]
+        for step in range(6):  # of a millisecond each: two kernels, of which one is long, and a launch for both
+            for name, begin, us in ("_gather_block_tables_kernel", 0, 10), ("gemm", 100, 400):
+                events.append({"cat": "kernel", "name": name, "ts": 1000 * step + begin, "dur": us})
+            events.append({"cat": "cuda_runtime", "name": "cudaGraphLaunch", "tid": 1, "ts": 1000 * step, "dur": 50})
+        for name, found in ("worker", events), ("front", []):
+            with gzip.open(f"{self.traces}/{name}.pt.trace.json.gz", "wt") as file:
+                json.dump({"traceEvents": found}, file)
 
     def add_request(self, request_id, prompt, params):
         self.running[request_id] = [0, self.text(prompt["prompt_token_ids"], params)]
@@ -926,6 +941,25 @@ def test_engines_of_vllm_take_turns(vllm, gpu, tmp_path, monkeypatch):
     assert len(downs) == 3 and spans[-1][1] < min(downs) and all(a[1] < b[0] for a, b in pairwise(spans))
 
 
+def test_a_profile_of_vllm(vllm, gpu, tmp_path, capsys):
+    """Of the last steps; it is kept with the times, and shown."""
+    system = "vllm+triton"
+    assert call(vllm, "--case", "vllm plain", "--system", system, "--profile", directory=tmp_path / "results") == 0
+    said, lines = capsys.readouterr().out, kept(tmp_path / "results")
+    assert said.count("| all of a step | 1 launches | 0.410 | 1.000 | 0.050 |") == 6 == len(lines)
+    assert said.count(f"| {system} | `gemm` | 1 | 0.400 |") == 6
+    assert all(line["profile"]["steps"] == 3 for line in lines)
+    with pytest.raises(SystemExit):
+        call(vllm, "--engine", "sglang", "--profile")
+    assert "--profile: of --engine vllm alone" in capsys.readouterr().err
+
+
+def test_how_long_any_event_lasts():
+    events = [{"ts": begin, "dur": end - begin} for begin, end in ((0, 10), (4, 6), (5, 12), (20, 30), (31, 33))]
+    assert engine_child.covered_us(events, 0.0) == 24 and engine_child.covered_us(events, 1.0) == 25
+    assert engine_child.covered_us(events[::-1], 8.0) == 33 and engine_child.covered_us([], 1.0) == 0
+
+
 def test_what_vllm_did_not_use_is_not_measured(vllm, fail, capsys):
     fail(FLASH_ATTN="old", CUSTOM="no plug-in")
     assert call(vllm, "--case", "vllm chain3", "--system", *VLLM_SYSTEMS[:3]) == 1
@@ -1084,7 +1118,8 @@ def test_turns_of_the_pair_have_other_prompts(monkeypatch):
         def steps(self):
             return sum(map(len, seen))
 
-    sizes = {"lengths": [2, 4], "repeats": 3, "prompt_tokens": 1, "vocab_size": 512, "turns": None, "case": "pair"}
+    sizes = {"lengths": [2, 4], "repeats": 3, "prompt_tokens": 1, "vocab_size": 512, "turns": None, "case": "pair",
+             "profile": False}  # fmt: skip
     order = sizes | {"sampling": [{"temperature": 0.0}], "batches": [1, 8], "is_speculative": False}
     engine_child.measure_all(
         Made(), order | {"prompts": [[n] for n in range(10)]}, lambda *_, **line: told.append(line)

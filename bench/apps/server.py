@@ -126,7 +126,7 @@ class Bench:
             "prompt_tokens": self.prompt_tokens(case), "lengths": self.lengths(case), "repeats": self.repeats(case),
             "requests": self.requests(case), "prompts": case.prompts, "turns": turns, "tree": tree, "accept": accept,
             "tp": self.options.tp, "all_reduce": self.options.all_reduce, "case": case.name,
-            "also": [self.order(other, system, turns) for other in also],
+            "also": [self.order(other, system, turns) for other in also], "profile": self.options.profile,
         }  # fmt: skip
         if self.is_vllm:
             backend = vllm_engine.FA3 if system in CHAINS else STOCK.get(system, vllm_engine.CUSTOM)
@@ -355,6 +355,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     add_up = "how several GPUs add up: by the engine's own kernel, where that works, or by NCCL"
     parser.add_argument("--all-reduce", choices=ALL_REDUCES, default=ALL_REDUCES[0], help=add_up)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="slopes of which the median counts (%(default)s)")
+    profile = "tell where the time of a step goes, on the GPU and on the host (vLLM's)"
+    parser.add_argument("--profile", action="store_true", help=profile)
     parser.add_argument("--quick", action="store_true", help="once and shorter; the tables leave such lines out")
     parser.add_argument("--limit", type=float, help="seconds that an engine may take, without waiting")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="for logs of engines (default: a temporary one)")
@@ -383,6 +385,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         chosen = getattr(options, name)
         if others := [each for each in chosen if each not in known]:
             parser.error(f"--{name}: of --engine {options.engine} are {', '.join(known)}; got {', '.join(others)}")
+    if options.profile and options.engine != "vllm":
+        parser.error("--profile: of --engine vllm alone")
     if others := [name for name in options.case if name not in of_ranks]:
         parser.error(f"--tp: cases are {', '.join(of_ranks)}; got {', '.join(others)}")
     for name in ("sglang", "flashinfer", "vllm"):

@@ -75,6 +75,10 @@ VLLM_ABOUT = (
     "in place of a step's. *of*: that system's time, as a multiple of this one's at the same commit; where they took "
     "turns the median over turns, the least and the most. *vllm+fa3* is vLLM's choice on Hopper."
 )
+PROFILES_ABOUT = (
+    "Where the time of a step goes, by PyTorch's profiler, which slows the host (`--profile`): how long the GPU works, "
+    "and the host with pauses of at most 0.3 ms; what the host launches, and kernels in a step with their time."
+)
 PAIR_CASES = [pair_case(tree) for tree in TREES]
 PAIR_ABOUT = (
     "What is accepted of the embedded pair's drafts (`--app server --check-only`), SGLang's own verification and the "
@@ -195,6 +199,23 @@ def tree_table(lines: Sequence[dict]) -> list[list[str]]:
     return [[*header, "of EAGLEInference's step", "at commit"], *rows] if rows else []
 
 
+def profile_table(lines: Sequence[dict]) -> list[list[str]]:
+    """Returns rows of each system at each setting that was profiled: all of a step, and its kernels; or nothing."""
+    rows = []
+    for (case, batch, *sampling), systems in newest(lines, [*VLLM_NAMES, *VLLM_TREE_NAMES]).items():
+        for system, line in systems.items():
+            if "profile" not in line:
+                continue
+            found, name = line["profile"], [case.removeprefix("vllm "), str(batch), _sampling(*sampling), system]
+            times = [f"{found[each]:.3f}" for each in ("gpu_ms", "step_ms", "host_ms")]
+            rows.append([*name, "all of a step", f"{found['launches']:.0f} launches", *times, f"`{line['commit']}`"])
+            rows += [
+                [*name, f"`{kernel}`", f"{calls:g}", f"{ms:.3f}", "", "", ""] for kernel, calls, ms in found["kernels"]
+            ]
+    header = ["case", "B", "sampling", "system", "kernel", "times", "ms on the GPU", "ms a step", "ms on the host"]
+    return [[*header, "at commit"], *rows] if rows else []
+
+
 def rank_table(lines: Sequence[dict]) -> list[list[str]]:
     """Returns a row for each system at each setting of engines on several GPUs, and on one; nothing without any."""
     rows = []
@@ -272,7 +293,7 @@ def all_tables(lines: Sequence[dict]) -> list[str]:
         for about, rows in ((STEPS_ABOUT, table(lines)), (REQUESTS_ABOUT, request_table(lines)),
                             (MODELS_ABOUT, model_table(lines)), (RANKS_ABOUT, rank_table(lines)),
                             (PAIR_ABOUT, acceptance_table(lines)), (VLLM_ABOUT, table(lines, VLLM_NAMES)),
-                            (VLLM_TREES_ABOUT, tree_table(lines)))
+                            (VLLM_TREES_ABOUT, tree_table(lines)), (PROFILES_ABOUT, profile_table(lines)))
         if rows
         for text in (about, markdown(rows))
     ]  # fmt: skip

@@ -132,6 +132,7 @@ class TimedOrder(AnyOrder):
     case: str = ""
     also: Sequence["TimedOrder"] = ()  # what this engine is timed with besides
     turns: Path | None = None  # a file that engines share of which one generates at a time
+    profile: bool = False  # tell where the time of a step goes
 
     @property
     def context_length(self) -> int:
@@ -146,7 +147,7 @@ class TimedOrder(AnyOrder):
             "batches": list(self.batches), "prompt_tokens": self.prompt_tokens, "lengths": list(self.lengths),
             "sampling": [{"temperature": temperature, "top_p": top_p} for temperature, top_p in self.sampling],
             "repeats": self.repeats, "is_speculative": self.tree is not None, "requests": list(self.requests),
-            "prompts": list(self.prompts),
+            "prompts": list(self.prompts), "profile": self.profile,
             "turns": self.turns and str(self.turns), "also": [other.for_child(folder) for other in self.also],
         }  # fmt: skip
 

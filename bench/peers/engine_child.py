@@ -12,11 +12,14 @@ RECORDS at once.
 The module (sglang_child.py, vllm_child.py) has PACKAGE, which is imported, PACKAGES as here, and the class Engine:
 `Engine(arguments)` starts it, `backend` is that of its attention; `generate(prompts, sampling, length)` returns the
 tokens of each text (length: of all, or a list), and `steps()` the verification steps of all requests so far;
-`serve(traffic, write)` generates texts that are compared, a record `texts` for each wave; `stop()` ends it.
+`serve(traffic, write)` generates texts that are compared, a record `texts` for each wave; `traced(call)` returns the
+events of PyTorch's profiler in a call, of whose kernels STEP_KERNEL runs once a step; `stop()` ends it.
 """
 
+import collections
 import contextlib
 import fcntl
+import functools
 import importlib
 import importlib.metadata
 import itertools
@@ -34,6 +37,9 @@ PACKAGES = {"torch": ("torch",), "triton": ("triton", "pytorch-triton", "pytorch
 POLL_S = 0.1
 WARM_TOKENS = 24
 SMALLEST_TOKEN = 100  # of prompts: smaller ones may be special
+# Of a profile: tokens of each text, kernels that are told, letters of a name, and pauses in which a host is at work
+PROFILED_TOKENS, MOST_KERNELS, MOST_LETTERS, PAUSE_US = 64, 14, 64, 300.0
+GPU_WORK, HOST_WORK = ("kernel", "gpu_memcpy", "gpu_memset"), ("cpu_op", "cuda_runtime", "cuda_driver")
 
 
 def main(order_file: str, records_file: str) -> None:
@@ -76,6 +82,10 @@ def measure_all(engine, order: dict, write) -> None:
             about = {"case": order["case"], "batch": batch} | sampling
             try:
                 numbers = measure(engine, turns[batch], sampling, order, write)
+                if order["profile"]:
+                    with turn(order, write):
+                        call = functools.partial(generate, engine, turns[batch][0], PROFILED_TOKENS, sampling)
+                        numbers["profile"] = profile(engine.traced(call), engine.STEP_KERNEL)
             except Exception as error:
                 write("failed", **about, error=f"{type(error).__name__}: {error}"[:500])
             else:
@@ -186,6 +196,48 @@ def measure(engine, batches: list[list[list[int]]], sampling: dict, order: dict,
         "accept_length": round(sum(row[3] for row in raw) / sum(row[2] for row in raw), 4),
         "raw": raw,
     }
+
+
+def profile(events: list[dict], step_kernel: str) -> dict:
+    """Returns where the time of a step goes, from a trace's events; the first third, with prompts, is left out.
+
+    gpu_ms: in which the GPU works. host_ms: in which the thread that calls most does. kernels: name, times in a step,
+    and milliseconds of all of them.
+    """
+    begins = sorted(each["ts"] for each in events if each.get("cat") == "kernel" and step_kernel in each["name"])
+    begins = begins[len(begins) // 3 :]
+    steps = len(begins) - 1
+    inside = [each for each in events if "dur" in each and begins[0] <= each["ts"] < begins[-1]]
+    work = [each for each in inside if each.get("cat") in GPU_WORK]
+    threads = collections.defaultdict(list)
+    for each in inside:
+        if each.get("cat") in HOST_WORK:
+            threads[each["tid"]].append(each)
+    host = max(threads.values(), key=len, default=[])
+    counts, times = collections.Counter(), collections.Counter()
+    for each in work:
+        counts[each["name"][:MOST_LETTERS]] += 1
+        times[each["name"][:MOST_LETTERS]] += each["dur"]
+    return {
+        "steps": steps, "step_ms": round((begins[-1] - begins[0]) / steps / 1e3, 4),
+        "gpu_ms": round(covered_us(work, 0.0) / steps / 1e3, 4),
+        "host_ms": round(covered_us(host, PAUSE_US) / steps / 1e3, 4),
+        "launches": round(sum("Launch" in each["name"] for each in host) / steps, 1),
+        "kernels": [
+            [name, round(counts[name] / steps, 2), round(us / steps / 1e3, 4)]
+            for name, us in times.most_common(MOST_KERNELS)
+        ],
+    }  # fmt: skip
+
+
+def covered_us(events: list[dict], pause_us: float) -> float:
+    """Returns how long any of the events lasts, pauses between them of at most so long included."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted((each["ts"], each["ts"] + each["dur"]) for each in events):
+        begin = until if begin - until <= pause_us else begin
+        total += max(0.0, end - begin)
+        until = max(until, end)
+    return total
 
 
 def generate(engine, prompts: list[list[int]], num_tokens: int, sampling: dict) -> tuple[float, float, float]:

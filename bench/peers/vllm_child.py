@@ -1,8 +1,12 @@
 """vLLM's engine, and a plug-in, for engine_child.py, which says what each method is for; copied beside it."""
 
+import gzip
 import importlib
+import json
 import random
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 PACKAGE = "vllm"
 PACKAGES = {"vllm": ("vllm",)}
@@ -19,7 +23,10 @@ GREEDY = {"temperature": 0.0}
 class Engine:
     """See engine_child.py."""
 
+    STEP_KERNEL = "_gather_block_tables_kernel"
+
     def __init__(self, arguments: dict):
+        self._traces = Path(arguments.get("profiler_config", {}).get("torch_profiler_dir", "."))
         self._vllm = importlib.import_module(PACKAGE)
         self._engine = self._vllm.LLM(**arguments)
         backend = self._engine.llm_engine.vllm_config.attention_config.backend
@@ -40,6 +47,17 @@ class Engine:
 
     def steps(self) -> float:
         return self.counted()["steps"]
+
+    def traced(self, call: Callable[[], object]) -> list[dict]:
+        self._engine.start_profile()
+        call()
+        self._engine.stop_profile()
+        files = sorted(self._traces.glob("**/*.json.gz"), key=lambda file: file.stat().st_size)
+        with gzip.open(files[-1], "rt", encoding="utf-8") as file:  # the worker's is the largest
+            events = json.load(file)["traceEvents"]
+        for file in files:
+            file.unlink()
+        return events
 
     def counted(self) -> dict[str, float]:
         """Returns the value of each counter so far."""

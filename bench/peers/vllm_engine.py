@@ -109,7 +109,9 @@ class Order(TimedOrder, VLLMOrder):
         tokens = max(self.context_length, *most)
         layers = model["num_hidden_layers"] + (self.draft["num_hidden_layers"] if self.tree is not None else 0)
         target, load_format = (demo_pair()[0], "auto") if self.prompts else (folder / "target", "dummy")
-        return self.shared_arguments(target, folder / "draft", load_format) | {
+        traces = {"profiler": "torch", "torch_profiler_dir": str(folder / "traces"), "torch_profiler_with_stack": False}
+        profiled = {"profiler_config": traces} if self.profile else {}
+        return profiled | self.shared_arguments(target, folder / "draft", load_format) | {
             "dtype": "bfloat16", "max_model_len": self.context_length, "max_num_batched_tokens": 8192,
             "max_num_seqs": max(max(each.batches) for each in cases),
             # keys and values of two bytes; when told, vLLM does not measure, which other engines would disturb
