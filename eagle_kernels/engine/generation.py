@@ -58,7 +58,7 @@ class Generation(Unique):
             max_new_tokens: A request ends after its first end token or stop string, or with exactly this many tokens.
             sampling_params: `SamplingParams`, or a dict of its fields, for all prompts, or a list with one per prompt;
                 may also be given as max_new_tokens. Overrides must then not name sampling.
-            n: Samples of each prompt; their seeds count up from the prompt's.
+            n: Samples of each prompt, which are equal at temperature 0; their seeds count up from the prompt's.
             seeds: One for all prompts, or one per prompt; None: fresh ones from torch's generator, see `stats.seeds`.
             speculative: False decodes plainly, with the same code and pools.
             progress: Whether a bar counts finished requests; None: for several prompts, if stderr is a terminal.
