@@ -176,7 +176,8 @@ class LLM:
 
     def stop_profile(self):
         events = [{"name": "python_function", "ts": 0}]
-        for step in range(6):  # of a millisecond each: two kernels, of which one is long, and a launch for both
+        # of a millisecond each: two kernels, of which one is long, and a launch for both
+        for step in range(0 if self.fault == "no steps" else 6):
             for name, begin, us in ("_gather_block_tables_kernel", 0, 10), ("gemm", 100, 400):
                 events.append({"cat": "kernel", "name": name, "ts": 1000 * step + begin, "dur": us})
             events.append({"cat": "cuda_runtime", "name": "cudaGraphLaunch", "tid": 1, "ts": 1000 * step, "dur": 50})
@@ -952,6 +953,14 @@ def test_a_profile_of_vllm(vllm, gpu, tmp_path, capsys):
     with pytest.raises(SystemExit):
         call(vllm, "--engine", "sglang", "--profile")
     assert "--profile: of --engine vllm alone" in capsys.readouterr().err
+
+
+def test_times_stay_where_a_profile_fails(vllm, gpu, tmp_path, capsys, fail):
+    fail(TRITON_ATTN="no steps")
+    asked = "--case", "vllm plain", "--system", "vllm+triton", "--profile"
+    assert call(vllm, *asked, directory=tmp_path / "results") == 1
+    assert all("profile" not in line and line["ms_per_step"] > 0 for line in kept(tmp_path / "results"))
+    assert capsys.readouterr().out.count("no two calls of _gather_block_tables_kernel") == 6
 
 
 def test_how_long_any_event_lasts():

@@ -79,16 +79,16 @@ def measure_all(engine, order: dict, write) -> None:
         turns[batch] = [list(itertools.islice(prompts, batch)) for _ in repeats]
     for sampling in order["sampling"]:
         for batch in order["batches"]:
-            about = {"case": order["case"], "batch": batch} | sampling
+            about, numbers = {"case": order["case"], "batch": batch} | sampling, {}
             try:
-                numbers = measure(engine, turns[batch], sampling, order, write)
+                numbers |= measure(engine, turns[batch], sampling, order, write)
                 if order["profile"]:
                     with turn(order, write):
                         call = functools.partial(generate, engine, turns[batch][0], PROFILED_TOKENS, sampling)
                         numbers["profile"] = profile(engine.traced(call), engine.STEP_KERNEL)
             except Exception as error:
                 write("failed", **about, error=f"{type(error).__name__}: {error}"[:500])
-            else:
+            if numbers:
                 write("measured", **about, **numbers)
 
 
@@ -207,6 +207,8 @@ def profile(events: list[dict], step_kernel: str) -> dict:
     begins = sorted(each["ts"] for each in events if each.get("cat") == "kernel" and step_kernel in each["name"])
     begins = begins[len(begins) // 3 :]
     steps = len(begins) - 1
+    if steps < 1:
+        raise RuntimeError(f"the trace holds {len(events)} events, and no two calls of {step_kernel}")
     inside = [each for each in events if "dur" in each and begins[0] <= each["ts"] < begins[-1]]
     work = [each for each in inside if each.get("cat") in GPU_WORK]
     threads = collections.defaultdict(list)
