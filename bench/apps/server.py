@@ -91,6 +91,7 @@ class Bench:
         self.flashinfer = self.installation.flashinfer_version()
         self.others_use_flashinfer = self.flashinfer is not None
         self.lines: list[dict] = []
+        self.profiles: list[dict] = []
         self.num_failures, self.num_together = 0, 1
         self._models: generation.Bench | None = None
         self._writing = threading.Lock()  # of engines that are there together
@@ -181,6 +182,10 @@ class Bench:
                         start_s, versions = record["start_s"], record["versions"]
                     elif kind == "measured":
                         self.record(of, system, record | {"start_s": start_s, "versions": versions})
+                    elif kind == "profiled":
+                        about = {"shape": self.shape(of), "case": of.name, "system": system, "section": "profile"}
+                        about |= {"versions": versions} | ranks_of(self.options.tp, self.options.all_reduce)
+                        self.profiles.append(self.keep(about | record))
                     elif kind == "failed":
                         self.fail(of, system, f"B={record['batch']} T={record['temperature']}: {record['error']}")
         except EngineFailure as failure:
@@ -319,7 +324,7 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
             if not case.requests:
                 bench.run_own(case)
     if bench.lines:
-        print("\n\n".join(["", *all_tables(bench.lines)]), flush=True)
+        print("\n\n".join(["", *all_tables([*bench.lines, *bench.profiles])]), flush=True)
     # EAGLEInference draws for itself: of few steps, the mean is a matter of chance
     faults = off_stock([line for line in bench.lines if not (options.quick and line["system"] == OWN)])
     print("".join(f"{fault}\n" for fault in faults), end="", flush=True)

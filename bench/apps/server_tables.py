@@ -64,6 +64,7 @@ RANKS_ABOUT = (
 )
 VLLM_TREE_NAMES = [case.name for case in VLLM_CASES if case.is_beside_chains]
 VLLM_NAMES = [case.name for case in VLLM_CASES if not case.is_beside_chains]
+VLLM_ALL = [*VLLM_NAMES, *VLLM_TREE_NAMES]
 VLLM_TREES_ABOUT = (
     "Trees in vLLM (topk/depth/nodes) beside its own chains, at the shape of llama-3.1-8b. *of the best chain*: tokens "
     "a second, as a multiple of those of the fastest of vLLM's chains. *of EAGLEInference's step*: a step's time, as a "
@@ -124,15 +125,18 @@ def off_stock(lines: Sequence[dict]) -> list[str]:
 
 
 def newest(
-    lines: Sequence[dict], names: Sequence[str] = tuple(CASE_NAMES), of: tuple[int, str] = ONE_GPU
+    lines: Sequence[dict],
+    names: Sequence[str] = tuple(CASE_NAMES),
+    of: tuple[int, str] = ONE_GPU,
+    section: str | None = None,
 ) -> dict[tuple, dict[str, dict]]:
     """Returns the last line of each system by setting of these cases, in the order of the cases and systems.
 
-    lines: any; only those of engines on such GPUs count. names: of cases. of: as `ranks` returns it.
+    lines: any; only those of this section, of engines on such GPUs, count. names: of cases. of: as `ranks` returns it.
     """
     settings: dict[tuple, dict[str, dict]] = {}
     for line in lines:
-        if ranks(line) == of:
+        if ranks(line) == of and line.get("section") == section:
             settings.setdefault(setting(line), {})[line["system"]] = line
     ordered = sorted((names.index(item[0]), item) for item in settings if item[0] in names)
     return {
@@ -202,13 +206,11 @@ def tree_table(lines: Sequence[dict]) -> list[list[str]]:
 def profile_table(lines: Sequence[dict]) -> list[list[str]]:
     """Returns rows of each system at each setting that was profiled: all of a step, and its kernels; or nothing."""
     rows = []
-    for (case, batch, *sampling), systems in newest(lines, [*VLLM_NAMES, *VLLM_TREE_NAMES]).items():
-        for system, line in systems.items():
-            if "profile" not in line:
-                continue
-            found, name = line["profile"], [case.removeprefix("vllm "), str(batch), _sampling(*sampling), system]
+    for (case, batch, *sampling), systems in newest(lines, VLLM_ALL, section="profile").items():
+        for system, found in systems.items():
+            name = [case.removeprefix("vllm "), str(batch), _sampling(*sampling), system]
             times = [f"{found[each]:.3f}" for each in ("gpu_ms", "step_ms", "host_ms")]
-            rows.append([*name, "all of a step", f"{found['launches']:.0f} launches", *times, f"`{line['commit']}`"])
+            rows.append([*name, "all of a step", f"{found['launches']:.0f} launches", *times, f"`{found['commit']}`"])
             rows += [
                 [*name, f"`{kernel}`", f"{calls:g}", f"{ms:.3f}", "", "", ""] for kernel, calls, ms in found["kernels"]
             ]
@@ -331,9 +333,8 @@ def section(file: Path, title: str) -> list[str]:
     kept = [
         line
         for of in sorted({ranks(line) for line in lines})
-        for systems in newest(
-            lines, [*VLLM_NAMES, *VLLM_TREE_NAMES] if is_vllm else [*CASE_NAMES, *PAIR_CASES], of
-        ).values()
+        for section in (None, "profile")
+        for systems in newest(lines, VLLM_ALL if is_vllm else [*CASE_NAMES, *PAIR_CASES], of, section).values()
         for line in systems.values()
     ]
     if not kept:

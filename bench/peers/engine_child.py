@@ -16,6 +16,7 @@ tokens of each text (length: of all, or a list), and `steps()` the verification 
 events of PyTorch's profiler in a call, of whose kernels STEP_KERNEL runs once a step; `stop()` ends it.
 """
 
+import bisect
 import collections
 import contextlib
 import fcntl
@@ -38,7 +39,8 @@ POLL_S = 0.1
 WARM_TOKENS = 24
 SMALLEST_TOKEN = 100  # of prompts: smaller ones may be special
 # Of a profile: tokens of each text, kernels that are told, letters of a name, and pauses in which a host is at work
-PROFILED_TOKENS, MOST_KERNELS, MOST_LETTERS, PAUSE_US = 64, 14, 64, 300.0
+PROFILED_TOKENS, MOST_KERNELS, MOST_LETTERS, PAUSE_US = 128, 14, 64, 300.0
+LONG = 1.5  # steps that take longer than the middle one by this factor have prompts
 GPU_WORK, HOST_WORK = ("kernel", "gpu_memcpy", "gpu_memset"), ("cpu_op", "cuda_runtime", "cuda_driver")
 
 
@@ -63,14 +65,33 @@ def main(order_file: str, records_file: str) -> None:
             engine.serve(order["traffic"], write)
         else:
             measure_some = measure_requests if order["requests"] else measure_all
-            for each in (order, *order["also"]):
+            orders = order, *order["also"]
+            for each in orders:
                 measure_some(engine, each, write)
+            for each in orders if order["profile"] else ():  # last: a profiler slows what comes after it, too
+                profile_all(engine, each, write)
         meet("done")
         engine.stop()
 
 
 def measure_all(engine, order: dict, write) -> None:
     """Times all batch sizes of an order by each sampling."""
+    for_each_setting(order, "measured", write, functools.partial(measure, engine, order=order, write=write))
+
+
+def profile_all(engine, order: dict, write) -> None:
+    """Tells where the time of a step goes, of all batch sizes of an order by each sampling."""
+
+    def profiled(batches: list[list[list[int]]], sampling: dict) -> dict:
+        with turn(order, write):
+            call = functools.partial(generate, engine, batches[0], PROFILED_TOKENS, sampling)
+            return profile(engine.traced(call), engine.STEP_KERNEL)
+
+    for_each_setting(order, "profiled", write, profiled)
+
+
+def for_each_setting(order: dict, kind: str, write, call) -> None:
+    """Writes a record of what `call` returns for the prompts of each repeat and a sampling, or of how it failed."""
     source, repeats, given = random.Random(0), range(order["repeats"]), order["prompts"]
     make = lambda: [source.randrange(SMALLEST_TOKEN, order["vocab_size"]) for _ in range(order["prompt_tokens"])]  # noqa: E731
     turns = {}  # by batch size, the prompts of each repeat
@@ -79,17 +100,13 @@ def measure_all(engine, order: dict, write) -> None:
         turns[batch] = [list(itertools.islice(prompts, batch)) for _ in repeats]
     for sampling in order["sampling"]:
         for batch in order["batches"]:
-            about, numbers = {"case": order["case"], "batch": batch} | sampling, {}
+            about = {"case": order["case"], "batch": batch} | sampling
             try:
-                numbers |= measure(engine, turns[batch], sampling, order, write)
-                if order["profile"]:
-                    with turn(order, write):
-                        call = functools.partial(generate, engine, turns[batch][0], PROFILED_TOKENS, sampling)
-                        numbers["profile"] = profile(engine.traced(call), engine.STEP_KERNEL)
+                numbers = call(turns[batch], sampling)
             except Exception as error:
                 write("failed", **about, error=f"{type(error).__name__}: {error}"[:500])
-            if numbers:
-                write("measured", **about, **numbers)
+            else:
+                write(kind, **about, **numbers)
 
 
 def measure_requests(engine, order: dict, write) -> None:
@@ -199,37 +216,42 @@ def measure(engine, batches: list[list[list[int]]], sampling: dict, order: dict,
 
 
 def profile(events: list[dict], step_kernel: str) -> dict:
-    """Returns where the time of a step goes, from a trace's events; the first third, with prompts, is left out.
+    """Returns where the time of a step goes, from a trace's events. Long steps, with prompts, are left out, and so is
+    the last third of the others, in which some texts have ended.
 
     gpu_ms: in which the GPU works. host_ms: in which the thread that calls most does. kernels: name, times in a step,
     and milliseconds of all of them.
     """
-    begins = sorted(each["ts"] for each in events if each.get("cat") == "kernel" and step_kernel in each["name"])
-    begins = begins[len(begins) // 3 :]
-    steps = len(begins) - 1
-    if steps < 1:
+    marks = sorted(each["ts"] for each in events if each.get("cat") == "kernel" and step_kernel in each["name"])
+    times_us = [end - begin for begin, end in itertools.pairwise(marks)]
+    if not times_us:
         raise RuntimeError(f"the trace holds {len(events)} events, and no two calls of {step_kernel}")
-    inside = [each for each in events if "dur" in each and begins[0] <= each["ts"] < begins[-1]]
+    longest_us = LONG * statistics.median(times_us)
+    kept = [place for place, us in enumerate(times_us) if us <= longest_us]
+    kept = kept[: -(len(kept) // 3) or None]
+    steps, is_kept = len(kept), set(kept)
+    inside = [each for each in events if "dur" in each and bisect.bisect(marks, each["ts"]) - 1 in is_kept]
     work = [each for each in inside if each.get("cat") in GPU_WORK]
     threads = collections.defaultdict(list)
     for each in inside:
         if each.get("cat") in HOST_WORK:
             threads[each["tid"]].append(each)
     host = max(threads.values(), key=len, default=[])
-    counts, times = collections.Counter(), collections.Counter()
+    counts, totals_us = collections.Counter(), collections.Counter()
     for each in work:
         counts[each["name"][:MOST_LETTERS]] += 1
-        times[each["name"][:MOST_LETTERS]] += each["dur"]
+        totals_us[each["name"][:MOST_LETTERS]] += each["dur"]
     return {
-        "steps": steps, "step_ms": round((begins[-1] - begins[0]) / steps / 1e3, 4),
+        "steps": steps,
+        "step_ms": round(sum(times_us[place] for place in kept) / steps / 1e3, 4),
         "gpu_ms": round(covered_us(work, 0.0) / steps / 1e3, 4),
         "host_ms": round(covered_us(host, PAUSE_US) / steps / 1e3, 4),
         "launches": round(sum("Launch" in each["name"] for each in host) / steps, 1),
         "kernels": [
             [name, round(counts[name] / steps, 2), round(us / steps / 1e3, 4)]
-            for name, us in times.most_common(MOST_KERNELS)
+            for name, us in totals_us.most_common(MOST_KERNELS)
         ],
-    }  # fmt: skip
+    }
 
 
 def covered_us(events: list[dict], pause_us: float) -> float:

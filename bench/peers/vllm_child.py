@@ -4,6 +4,7 @@ import gzip
 import importlib
 import json
 import random
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,15 +50,17 @@ class Engine:
         return self.counted()["steps"]
 
     def traced(self, call: Callable[[], object]) -> list[dict]:
+        shutil.rmtree(self._traces, ignore_errors=True)
         self._engine.start_profile()
-        call()
-        self._engine.stop_profile()
+        try:
+            call()
+        finally:
+            self._engine.stop_profile()
         files = sorted(self._traces.glob("**/*.json.gz"), key=lambda file: file.stat().st_size)
+        if not files:
+            raise RuntimeError(f"vLLM's profiler left no trace in {self._traces}")
         with gzip.open(files[-1], "rt", encoding="utf-8") as file:  # the worker's is the largest
-            events = json.load(file)["traceEvents"]
-        for file in files:
-            file.unlink()
-        return events
+            return json.load(file)["traceEvents"]
 
     def counted(self) -> dict[str, float]:
         """Returns the value of each counter so far."""

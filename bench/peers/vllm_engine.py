@@ -109,7 +109,8 @@ class Order(TimedOrder, VLLMOrder):
         tokens = max(self.context_length, *most)
         layers = model["num_hidden_layers"] + (self.draft["num_hidden_layers"] if self.tree is not None else 0)
         target, load_format = (demo_pair()[0], "auto") if self.prompts else (folder / "target", "dummy")
-        traces = {"profiler": "torch", "torch_profiler_dir": str(folder / "traces"), "torch_profiler_with_stack": False}
+        traces = {"profiler": "torch", "torch_profiler_with_stack": False}
+        traces["torch_profiler_dir"] = str(CACHES / self.compiled / "traces")
         profiled = {"profiler_config": traces} if self.profile else {}
         return profiled | self.shared_arguments(target, folder / "draft", load_format) | {
             "dtype": "bfloat16", "max_model_len": self.context_length, "max_num_batched_tokens": 8192,

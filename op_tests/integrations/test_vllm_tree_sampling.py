@@ -110,9 +110,10 @@ def test_texts_with_trees_are_those_without(sampling, shape, kind, device):
         assert max(lengths) > 1 or len(requests) == 1
 
 
-def test_what_is_launched_later_is_compiled_before(sampling, monkeypatch, device):
+@pytest.mark.parametrize("shape", [SHAPES[1], TreeShape(1, 4, 5)], ids=str)
+def test_what_is_launched_later_is_compiled_before(sampling, shape, monkeypatch, device):
     """Trees, cut ones and prompts, by every kind of sampling that is foreseen."""
-    shape, coin, watch = SHAPES[1], np.random.default_rng(3), Watch(monkeypatch, sampling)
+    coin, watch = np.random.default_rng(3), Watch(monkeypatch, sampling)
     server = TreeServer(sampling, ALL, device, shape)
 
     def vllm_s_own(*given):

@@ -198,7 +198,9 @@ class Worker:
                     buffers.input_ids[:num_tokens].long(), buffers.positions[:num_tokens],
                     self.hidden_states[:num_tokens], lambda name: worker._attend(name, metadata, slots),
                 )  # fmt: skip
-                return read, read
+                # as kernels do that work in place
+                self.hidden_states[:num_tokens] = read
+                return read, self.hidden_states[:num_tokens]
 
         groups = [SimpleNamespace(layer_names=list(self.layers))]
         self.speculator = self.drafting.init_speculator(lambda *_: object.__new__(Kind), self.config, self.device)

@@ -23,7 +23,7 @@ from ...ops import gqa_decode, prefill_attention, tree_attention
 from ...ops.attention.tree_attention import Output as Attended
 from ...primitives.paging import MAX_HEAD_DIM, MAX_PAGE_SIZE
 from .parts import KV_DTYPES, SWITCHES, backend_name, reads_prompts
-from .rows import Rows, RowsOfSteps
+from .rows import Rows, RowsOfSteps, aligned
 from .trees import Level
 
 
@@ -187,7 +187,7 @@ class EagleKernelsImpl(Implementation):
         first, stop = rows.num_tokens, metadata.num_actual_tokens
         prefill_attention(
             query[first:stop], rows.prompt_bounds, **cache, **self._logits(), max_query=metadata.max_query_len,
-            block_table=metadata.block_table[rows.num_requests :], seq_lens=rows.prompt_lens,
+            block_table=aligned(metadata.block_table[rows.num_requests :]), seq_lens=rows.prompt_lens,
             out=Attended(output[first:stop], self._log_sums(query[first:stop])),
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from ...ops.latent.mla_decode import Output as Attended
 from ...ops.latent.shared.latents import MAX_LATENT_DIM, MAX_ROPE_DIM
 from ...primitives.paging import MAX_PAGE_SIZE
 from .parts import LATENTS, SWITCHES, backend_name, reads_prompts
-from .rows import Rows, RowsOfSteps
+from .rows import Rows, RowsOfSteps, aligned
 from .trees import Level
 
 _ALL = 2**31 - 1  # longer than any rows of a request
@@ -106,7 +106,7 @@ class LatentImpl(TritonMLAImpl):
             first = rows.num_tokens
             mla_prefill(
                 query[first:], rows.prompt_bounds, **options, max_query=attn_metadata.max_query_len,
-                block_table=attn_metadata.decode.block_table[rows.num_requests :],
+                block_table=aligned(attn_metadata.decode.block_table[rows.num_requests :]),
                 seq_lens=rows.prompt_lens, out=Attended(*(x[first:] for x in out)),
             )  # fmt: skip
         return out

@@ -17,8 +17,8 @@ class Rows:
 
     seq_lens, prefix_lens: int32 [B], with and without the step's own tokens. bounds: int32 [B + 1], of the requests'
     rows. plan: int32 [B + 1], for layers without a window. prompt_bounds: None, or int32 [P + 1] counted from the first
-    prompt's first row. prompt_lens: None, or int32 [P], a copy: Triton would compile anew for a slice that is
-    not aligned. tree_mask: None, or int64 [T, W], of layers that read trees.
+    prompt's first row. prompt_lens: None, or int32 [P], theirs as seq_lens, aligned. tree_mask: None, or int64 [T, W],
+    of layers that read trees.
     """
 
     num_requests: int
@@ -31,6 +31,11 @@ class Rows:
     prompt_bounds: torch.Tensor | None
     prompt_lens: torch.Tensor | None
     tree_mask: torch.Tensor | None = None
+
+
+def aligned(values: torch.Tensor) -> torch.Tensor:
+    """Returns values at an address that 16 divides; for others Triton compiles kernels anew."""
+    return values if values.data_ptr() % 16 == 0 else values.clone()
 
 
 class RowsOfSteps:
@@ -69,7 +74,7 @@ class RowsOfSteps:
         bounds = lengths = None
         if num_prompts and has_prompts:
             bounds = common.query_start_loc[num_requests:] - num_tokens
-            lengths = common.seq_lens[num_requests:].clone()
+            lengths = aligned(common.seq_lens[num_requests:])
         rows = Rows(
             num_requests, num_tokens, self.most_rows if num_prompts else max(common.max_query_len, 1),
             common.seq_lens[:num_requests], self._prefix_lens[:num_requests],

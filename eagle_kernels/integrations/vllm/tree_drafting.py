@@ -225,7 +225,8 @@ class TreeDrafts:
             buffers.input_ids[:rows] = beams.tokens.flatten()
             buffers.positions[:rows].view(size, topk).copy_(position[:, None])
             position = (position + 1).clamp_(max=self.max_model_len - 1)
-            torch.index_select(hidden, 0, beams.hidden_rows.flatten(), out=self.hidden_states[:rows])
+            # a copy: with kernels that work in place, these rows may be those that the pass before returned
+            self.hidden_states[:rows] = hidden[beams.hidden_rows.flatten()]
             metadata = None
             if attn_metadata is not None:
                 metadata = {

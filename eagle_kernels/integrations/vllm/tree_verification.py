@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from ...ops import penalize_logits, verify_commit
 from .parts import SWITCHES
+from .rows import aligned
 from .sampling import PROCESSED, MatchVerifier, empty_rows, inputs_of
 from .trees import Trees, to_device
 
@@ -45,7 +46,7 @@ class TreeVerifier(MatchVerifier):
         raw = logits
         if wants and sampler.logprobs_mode.startswith("raw_"):
             logits = empty_rows(logits, len(logits)).copy_(logits)
-        links = self._chains(len(drafts))[0], trees.current[1], trees.current[2]
+        links = self._chains(len(drafts))[0], aligned(trees.current[1]), aligned(trees.current[2])
         adjusted = self._adjust(logits, drafts, links, pos, of_request, batch)
         parameters = self.parameters(adjusted, of_request, batch.idx_mapping, places)
         path, number, sampled, num_sampled = self._accept(parameters, drafts, self._walked(links), pos)
@@ -92,7 +93,8 @@ class TreeVerifier(MatchVerifier):
     def _walked(self, links: tuple) -> tuple:
         """Returns the links that are walked. Synthetic acceptance walks nodes at even distances as if they were a path.
 
-        Its rates name a depth, which a tree of a draft that knows nothing may not have.
+        Its rates name a depth, which a tree of a draft that knows nothing may not have. The draft then reads these
+        nodes at the depths that they have.
         """
         if self.rates is None:
             return links
