@@ -198,6 +198,12 @@ def test_padded_requests_of_a_graph_of_drafts_have_no_rows(attention, features, 
     assert found.num_requests == 2 + padded and found.prefix_lens.tolist() == [29, 5] + [0] * padded
 
 
+def test_steps_that_vllm_makes_up_have_no_prefix(attention, device):
+    """Those before graphs are captured: with rows, and no lengths."""
+    made = builder_of(attention, device).build(0, common_of(attention, Cache(device), [4, 4, 2], [0, 2, 9]))
+    assert made.eagle_kernels.prefix_lens.tolist() == [0, 0, 7]
+
+
 @pytest.mark.parametrize("features", [{}, {"window": 5}], ids=str)
 def test_padded_requests_of_a_graph_of_plain_decoding(attention, features, device):
     check(attention, Cache(device), impl_of(attention, **features), [1, 1, 0, 0], [33, 9, 0, 0], num_tokens=4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagle_kernels.integrations.vllm.trees import TreeShape
+from eagle_kernels.integrations.vllm.trees import Trees, TreeShape
 from op_tests.integrations import vllm_stub as stub
 from op_tests.integrations.vllm_tree_server import PAGE, Worker
 
@@ -35,6 +35,18 @@ def test_texts_and_trees(shape, kind, device):
     worker = Worker(shape, device)
     worker.run(24, np.random.default_rng(4), kind)
     assert max(worker.accepted) > min(2, shape.depth) and (worker.moved > 1 or shape.topk == 1)
+
+
+def test_rows_without_a_request_have_accepted_nothing(device):
+    """However many requests there are in one step and in the next."""
+    trees, coin = Trees(SHAPES[0], 9, 99, torch.device(device)), np.random.default_rng(3)
+    sizes = [*range(9, 0, -1), *coin.integers(1, 10, 40).tolist()]
+    for size in sizes:
+        number = torch.from_numpy(coin.integers(0, 4, size)).to(device, torch.int32)
+        trees.note(torch.zeros(size, 4, dtype=torch.int32, device=device), number)
+        assert trees.num_accepted.tolist() == number.tolist() + [-1] * (9 - size)
+    trees.forget()
+    assert trees.num_accepted.tolist() == [-1] * 9
 
 
 @pytest.mark.parametrize("kind", ["whole", "ragged"])
