@@ -49,6 +49,19 @@ def test_rows_without_a_request_have_accepted_nothing(device):
     assert trees.num_accepted.tolist() == [-1] * 9
 
 
+def test_drafts_after_rows_that_are_no_tree_s_are_refused(device):
+    trees = Trees(SHAPES[0], 2, 99, torch.device(device))
+    batch = SimpleNamespace(
+        num_reqs=2, num_tokens=11, num_draft_tokens=5, idx_mapping=torch.arange(2, device=device),
+        num_scheduled_tokens=np.array([4, 7], np.int32), num_draft_tokens_per_req=np.array([0, 5], np.int32),
+        positions=torch.arange(11, device=device),
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="vLLM scheduled drafts after rows that are no tree's"):
+        trees.lay_out(batch)
+    batch.num_scheduled_tokens[:] = [5, 6]
+    trees.lay_out(batch)
+
+
 @pytest.mark.parametrize("kind", ["whole", "ragged"])
 def test_seeded_texts(kind, device):
     worker = Worker(SHAPES[0], device, seeds=30)

@@ -265,7 +265,8 @@ class Worker:
                 place = slots[name][is_slot]
                 pages = layer.kv_cache.transpose(1, 2)
                 pages[place // PAGE, place % PAGE] = torch.cat([key, value], -1)[: len(is_slot)][is_slot]
-            output = torch.zeros_like(query)
+            output, lengths = torch.zeros_like(query), getattr(metadata[name], "prefix_lens", None)
+            assert lengths is None or (lengths >= 0).all()  # of requests that pad a graph, too
             layer.impl.forward(layer, query, key, value, layer.kv_cache, metadata[name], output)
             return output
 
