@@ -261,7 +261,9 @@ def test_drafts_that_a_grammar_forbids_are_refused(newer, is_whole, device):
 
 def test_forbidden_drafts_of_synthetic_acceptance_are_vllm_s(newer, monkeypatch, device):
     seen = []
-    below = lambda self, *given: seen.append(given) or (given[0], torch.zeros(1, 4), torch.ones(1))  # noqa: E731
+    below = lambda self, *given: seen.append(given) or (  # noqa: E731
+        given[0], torch.zeros(1, 4, device=device), torch.ones(1, device=device)
+    )  # fmt: skip
     monkeypatch.setattr(newer.RejectionSampler, "_verify", below)
     server = Server(newer, ALL[:1], device, method="synthetic", rates=[1.0, 1.0, 1.0])
     logits, batch = server.batch([[1, 2, 3]])
