@@ -387,7 +387,8 @@ class Worker:
             else:
                 positions = torch.arange(size, len(each.text), device=self.device)
                 given = torch.full_like(positions, self.seeds + each.place)
-                wanted = sample_from_logits(logits / 0.9, positions, given, torch.ones(len(positions), device=self.device))
+                ones = torch.ones(len(positions), device=self.device)
+                wanted = sample_from_logits(logits / 0.9, positions, given, ones)
             assert each.text[size:] == wanted.tolist()
             state = self.trees.state[:, each.place].cpu()
             assert state[0, 0] == 0 and (state[0, 1:] + torch.arange(1, self.shape.num_nodes) >= 1).all()
