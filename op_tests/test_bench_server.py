@@ -195,6 +195,7 @@ class LLM:
         for request_id, state in [*self.running.items()]:
             state[0] += 4
             tokens, is_whole = state[1][: state[0]], state[0] >= len(state[1])
+            is_whole |= self.fault == "ends early" and request_id.startswith("soak") and state[0] == 4
             if is_whole:
                 del self.running[request_id]
             yield make(request_id=request_id, finished=is_whole, outputs=[make(token_ids=tokens)])
@@ -1147,11 +1148,16 @@ def test_turns_of_the_pair_have_other_prompts(monkeypatch):
 
 
 def test_a_soak_of_vllm(vllm, capsys, fail):
-    """Random requests of a row, beside stock's whole texts; fewer blocks than there were at first are told."""
+    """Random requests of a row, beside as much of stock's texts; early ends and lost blocks are told."""
     assert call(vllm, "--check-only", "--row", "tree-4/4/16", "--soak", "1") == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| tree-4/4/16")]
     same = line.split("|")[9].split()
     assert same[0] == same[2] and int(same[0]) > 40
+    aborted = line.split("|")[11].strip()
+    assert 0 < int(aborted) < int(same[0])
+    fail(CUSTOM="ends early")
+    assert call(vllm, "--check-only", "--row", "tree-4/4/16", "--soak", "1") == 1
+    assert "4 tokens, stock has " in capsys.readouterr().out
     fail(CUSTOM="leak")
     assert call(vllm, "--check-only", "--row", "tree-4/4/16", "--soak", "1") == 1
     assert "tree-4/4/16: 25.00% of the pool is not free when no request is left\n" in capsys.readouterr().out

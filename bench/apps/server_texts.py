@@ -345,7 +345,8 @@ def judge(one: Served, stock: Served, order: dict, rounding: float) -> list[tupl
             if not text["is_fixed"] or text["index"] not in reference or (one is stock and wave == REFERENCE):
                 continue
             wanted = order["requests"][text["index"]]
-            found = verdict(wanted["prompt"], text["tokens"], reference[text["index"]], text["is_cut"], rounding)
+            stock_text = reference[text["index"]][: text.get("max_new_tokens")]
+            found = verdict(wanted["prompt"], text["tokens"], stock_text, text["is_cut"], rounding)
             where = f"request {text['index']} ({len(wanted['prompt'])} + {wanted['max_new_tokens']} tokens, {wave}"
             verdicts.append((f"{where}{', aborted' if text['is_cut'] else ''})", found))
     return verdicts

@@ -150,8 +150,8 @@ class Engine:
             while time.monotonic() < until_s and len(running) < at_once and coin.random() < 0.7:
                 index, name = coin.randrange(len(requests)), f"soak-{len(texts)}"
                 length = coin.randint(1, requests[index]["max_new_tokens"])
-                # a text may be the beginning of the whole one, as an aborted one is
-                texts.append({"index": index, "tokens": [], "steps": 0} | _about(GREEDY) | {"is_cut": True})
+                text = {"index": index, "tokens": [], "steps": 0, "max_new_tokens": length}
+                texts.append(text | _about(GREEDY))
                 running[name] = texts[-1]
                 prompt = {"prompt_token_ids": requests[index]["prompt"]}
                 engine.add_request(name, prompt, self._parameters(GREEDY, length))
@@ -163,7 +163,7 @@ class Engine:
                     del running[output.request_id]
             for name in [name for name in running if coin.random() < 0.002]:
                 engine.abort_request([name])
-                del running[name]
+                running.pop(name)["is_cut"] = True
         return texts
 
     def stop(self) -> None:
