@@ -1168,10 +1168,12 @@ def test_ranks_of_vllm(vllm, monkeypatch, tmp_path):
     started, run = {}, engine.run
     monkeypatch.setattr(engine, "run", lambda order, *given: started.update({order.asked: order}) or run(order, *given))
     assert call(vllm, "--check-only", "--row", "tree-4/4/16", "--tp", "2", "--all-reduce", "nccl") == 0
-    for asked, wanted in (("", (None, None)), ("all", (2, True))):
+    unfused = {"pass_config": {"fuse_allreduce_rms": False}}
+    for asked, wanted in (("", (None, None, None)), ("all", (2, True, unfused))):
         order = started[asked]
         arguments, told = order.for_child(tmp_path)["engine"], order.environment(engine.Installation(), tmp_path)
-        found = [arguments.get(name) for name in ("tensor_parallel_size", "disable_custom_all_reduce")]
+        names = ("tensor_parallel_size", "disable_custom_all_reduce", "compilation_config")
+        found = [arguments.get(name) for name in names]
         assert tuple(found) == wanted and ("VLLM_ALLREDUCE_USE_SYMM_MEM" in told) == (asked == "all")
     assert arguments["kv_cache_memory_bytes"] == vllm_engine.SMALL_POOL // 2
 

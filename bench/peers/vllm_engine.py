@@ -69,7 +69,10 @@ class VLLMOrder(AnyOrder):
             "disable_log_stats": False,  # else drafts are not counted
         }  # fmt: skip
         if self.tp > 1:
-            arguments |= {"tensor_parallel_size": self.tp, "disable_custom_all_reduce": self.all_reduce == "nccl"}
+            is_nccl = self.all_reduce == "nccl"
+            arguments |= {"tensor_parallel_size": self.tp, "disable_custom_all_reduce": is_nccl}
+            if is_nccl:  # nor FlashInfer's, which vLLM fuses with norms where it finds it
+                arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
         if self.tree is not None:
             topk, depth, num_nodes = self.tree
             drafts = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": num_nodes - 1}

@@ -300,13 +300,15 @@ def warmup_kernels(original, model_runner, worker_execute_model, worker_sample_t
                 parameters = verifier.parameters(logits[:count], rows[:count], rows[:size], [0] * size)
                 of_size.append(functools.partial(verifier.verify_whole, parameters, drafts[:count], rows[:count]))
 
-    # a new thread has the default stream, which does not wait for another one, or another one for it
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    # a new thread has the first device and its default stream, which does not wait for another one, or another for it
+    is_cuda = device.type == "cuda"
+    stream = torch.cuda.current_stream(device) if is_cuda else None
+    start = {"initializer": torch.cuda.set_device, "initargs": (device,)} if is_cuda else {}
 
     def make(call) -> None:
         with torch.cuda.stream(stream):
             call()
 
-    with ThreadPoolExecutor() as pool:  # a compiler leaves Python's lock to others most of the time
+    with ThreadPoolExecutor(**start) as pool:  # a compiler leaves Python's lock to others most of the time
         for some in calls:
             list(pool.map(make, some))
