@@ -197,6 +197,8 @@ class OnThisProcess(Executor):
                     use_aux_hidden_state_outputs=runner.use_aux_hidden_state_outputs,
                 )  # fmt: skip
                 runner.speculator.capture()
+            for call in getattr(runner.speculator, "later_steps", list)():
+                call()
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None, non_block=False):
         return [None]

@@ -75,8 +75,10 @@ class RowsOfSteps:
         if num_prompts and has_prompts:
             bounds = common.query_start_loc[num_requests:] - num_tokens
             lengths = aligned(common.seq_lens[num_requests:])
+        # beside trees always as many, since other numbers have other kernels
+        is_most = num_prompts or self.trees is not None
         rows = Rows(
-            num_requests, num_tokens, self.most_rows if num_prompts else max(common.max_query_len, 1),
+            num_requests, num_tokens, self.most_rows if is_most else max(common.max_query_len, 1),
             common.seq_lens[:num_requests], self._prefix_lens[:num_requests],
             common.query_start_loc[: num_requests + 1], self._plan[: num_requests + 1],
             bounds, lengths, None if self.trees is None else self.trees.row_mask[:num_tokens],

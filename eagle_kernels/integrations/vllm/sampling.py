@@ -286,7 +286,8 @@ def warmup_kernels(original, model_runner, worker_execute_model, worker_sample_t
     logits = memory.as_strided((count, model_runner.vocab_size), (step, 1))
     rows = torch.zeros(len(logits), dtype=torch.int64, device=device)  # all of the request at place 0
     drafts = rows.to(torch.int32)
-    calls = [], []  # the latter launch much of what the former do
+    later_steps = getattr(getattr(model_runner, "speculator", None), "later_steps", list)
+    calls = later_steps(), []  # the latter launch much of what the former do
     for temperature, top_k, top_p in COMPILED:
         states.temperature.np[0], states.top_p.np[0], states.min_p.np[0] = temperature, top_p, 0.0
         states.top_k.np[0] = top_k or model_runner.vocab_size
@@ -306,7 +307,7 @@ def warmup_kernels(original, model_runner, worker_execute_model, worker_sample_t
     start = {"initializer": torch.cuda.set_device, "initargs": (device,)} if is_cuda else {}
 
     def make(call) -> None:
-        with torch.cuda.stream(stream):
+        with torch.inference_mode(), torch.cuda.stream(stream):
             call()
 
     with ThreadPoolExecutor(**start) as pool:  # a compiler leaves Python's lock to others most of the time

@@ -7,6 +7,9 @@ that of later passes all levels, and the trees that are made of their candidates
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +18,7 @@ from ...ops import build_tree_from_scores, cache_addresses, move_accepted_kv, se
 from ...ops.tree.select_top_k_tokens import Output as Beams
 from .grammars import parents_of
 from .parts import SWITCHES, TREES
+from .rows import Rows
 from .trees import Level, shape_of
 
 
@@ -109,6 +113,45 @@ class TreeDrafts:
         """Returns the block table of each layer, of the requests in the batch."""
         groups = zip(self.kv_cache_config.kv_cache_groups, self.block_tables.input_block_tables)
         return {name: table[:size] for group, table in groups for name in group.layer_names}
+
+    def later_steps(self) -> list[Callable[[], None]]:
+        """Returns calls that launch attention as steps do that no graph holds: prompts beside trees, other numbers of
+        requests. They have one row of zeros. Latents are left out, whose prompts are vLLM's.
+        """
+        alike = {}  # by what kernels depend on
+        for name, layer in self._layers().items():
+            if not _has_latents(layer):
+                impl = layer.impl
+                alike[impl.reads_trees, impl.num_heads, impl.num_kv_heads, impl.head_size] = name, layer
+        size, num_nodes, calls = self.max_num_reqs, self.shape.num_nodes, []
+        number = torch.arange(size + 1, dtype=torch.int32, device=self.device)
+        bounds, no_tokens = number.clamp(max=1), torch.zeros_like(number)
+        for name, layer in alike.values():
+            table, add = self._tables(size)[name], functools.partial(functools.partial, self._attend, layer)
+            for count in {min(each, size) for each in (1, 2, 8, 32, size)}:
+                prefixes = no_tokens[:count]
+                rows = Rows(count, 1, num_nodes, prefixes, prefixes, bounds[: count + 1], number[: count + 1],
+                            None, None, self.trees.row_mask[:1])  # fmt: skip
+                calls.append(add(1, SimpleNamespace(eagle_kernels=rows, block_table=table[:count])))
+                if name in self.beam_caches and self.shape.depth > 1:
+                    beams = *self.beam_caches[name], table[:count], prefixes, self.first["ancestors"][:count]
+                    calls.append(add(count * self.shape.topk, Level(1, *beams)))
+            # by the rows of a tile, and as long as descriptors want
+            for longest in {num_nodes + 1, max(num_nodes + 1, 33), min(self.max_num_tokens, self.max_model_len)}:
+                rows = Rows(0, 0, num_nodes, *[no_tokens[:0]] * 4, number[:2], number[1:2].clone())
+                calls.append(add(1, SimpleNamespace(
+                    eagle_kernels=rows, block_table=table[:1], num_actual_tokens=1, max_query_len=longest
+                )))  # fmt: skip
+        return calls
+
+    def _attend(self, layer, count: int, metadata) -> None:
+        """Lets a layer attend with `count` rows of zeros."""
+        impl = layer.impl
+        query, beams = (
+            torch.zeros(count, heads * impl.head_size, dtype=self.dtype, device=self.device)
+            for heads in (impl.num_heads, impl.num_kv_heads)
+        )
+        impl.forward(layer, query, beams, beams, layer.kv_cache, metadata, torch.empty_like(query))
 
     def capture(self) -> None:
         self.trees.forget()
