@@ -173,6 +173,17 @@ def test_folders_that_are_refused(case, tmp_path):
         load_hydra(write_hydra(tmp_path, tensors, pickled=False, **config), random_llama())
 
 
+@pytest.mark.parametrize("adaptive", [None, "auto"])
+def test_a_tree_that_nobody_asked_for_has_the_levels_that_there_are(adaptive, tmp_path):
+    target, draft = pair(tmp_path, "mlp")
+    engine = EAGLEInference(draft, target, EAGLEConfig(adaptive=adaptive))
+    assert_plain_text(engine)
+    assert engine.generate([[5, 6]], 4).stats.num_steps <= NUM_HEADS
+    assert max(each.num_steps for each in engine.candidates) == NUM_HEADS < EAGLEConfig().num_steps
+    with pytest.raises(ValueError, match="num_steps must be at most 4"):
+        EAGLEInference(draft, target, EAGLEConfig(num_draft_tokens=31, adaptive=adaptive))
+
+
 def test_pairs_that_do_not_fit(tmp_path):
     write_hydra(tmp_path, hydra_tensors())
     with pytest.raises(ModelError, match="the heads' hidden_size 32 is not the target's 48"):

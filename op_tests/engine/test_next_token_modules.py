@@ -176,3 +176,7 @@ def test_chains_that_modules_cannot_draft(tmp_path):
     for config, message in refused:
         with pytest.raises(ValueError, match=message):
             EAGLEInference(draft, target, config)
+    engine = EAGLEInference(draft, target)  # nobody asked for a tree
+    plain = engine.generate(PROMPTS, 12, speculative=False).output_ids
+    assert engine.generate(PROMPTS, 12).output_ids == plain
+    assert {(each.topk, each.num_steps) for each in engine.candidates if each.draft} == {(1, 2)}

@@ -23,7 +23,7 @@ _CHAINS, _TREE_MEANS, _SMALLER_TREES = ((1, 1, 2), (1, 3, 4)), (8, 16), ((4, 3, 
 _TOKENS: Rule = ("be None or a tuple of token ids", lambda ids: all(map(is_int64, ids)))
 _PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
 # the fields that ask for a tree
-_TREE_FIELDS = ("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens", "num_model_steps", "adaptive")
+_TREE_FIELDS = ("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens", "num_model_steps")
 _SIMULATED = ("simulated_accept_length", "simulated_accept_lengths", "simulated_accept_rates")
 
 
@@ -40,7 +40,8 @@ class EAGLEConfig(DraftingOptions):
     Args:
         The tree of a step.
         topk: Branching of the tree, 1..16; 1 drafts a chain.
-        num_steps: Levels of drafts, and so the most drafts that a step accepts.
+        num_steps: Levels of drafts, and so the most drafts that a step accepts. Where no tree but the default one is
+            asked for, a draft of fewer levels drafts those, and one that drafts chains alone a chain.
         num_draft_tokens: Nodes verified in a step, root included. None: 32, or all candidates and the root if fewer;
             `num_verify_tokens` is the number for the tree in use.
         mean_draft_tokens: Mean nodes per request, root included; a request has at most num_draft_tokens. The target
@@ -243,9 +244,14 @@ class EAGLEConfig(DraftingOptions):
 
     def on(self, device: torch.device) -> EAGLEConfig:
         """Returns the configuration as a device serves it: a GPU chooses the tree if none is asked for."""
-        is_free = all(getattr(self, name) == getattr(EAGLEConfig, name) for name in _TREE_FIELDS)
+        is_free = self.has_default_tree and self.adaptive is None and self.accept_policy == "normal"
         is_free &= device.type == "cuda" and self._has_probs and self.verify_strategy in ("greedy", "target_match")
-        return replace(self, adaptive="auto") if is_free and self.accept_policy == "normal" else self
+        return replace(self, adaptive="auto") if is_free else self
+
+    @property
+    def has_default_tree(self) -> bool:
+        """Tells whether no other tree than the default one is asked for."""
+        return all(getattr(self, name) == getattr(EAGLEConfig, name) for name in _TREE_FIELDS)
 
     @property
     def trees(self) -> tuple[tuple[int | None, EAGLEConfig | None], ...]:

@@ -82,9 +82,14 @@ def check_choice(config: EAGLEConfig, names: Sequence[str]) -> None:
         )
 
 
+def fit_trees(config: EAGLEConfig, drafts: Sequence[DraftModel]) -> list[EAGLEConfig]:
+    """Returns the configuration of each draft. Of several, and where no tree was asked for, it has its tree as far as
+    the draft can draft it: no more levels than it has, and a chain if these are next-token modules."""
+    is_fitted = len(drafts) > 1 or config.has_default_tree
+    return [fit_tree(config, draft) if is_fitted else config for draft in drafts]
+
+
 def fit_tree(config: EAGLEConfig, draft: DraftModel) -> EAGLEConfig:
-    """Returns the configuration with its tree as far as one of several drafts can draft it: no more levels than it has,
-    and a chain if these are next-token modules."""
     num_modules = getattr(draft, "num_modules", 1)
     most_levels = getattr(draft, "block_length", getattr(draft, "max_levels", config.num_steps))
     if num_modules > 1:

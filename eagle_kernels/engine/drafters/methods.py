@@ -9,7 +9,7 @@ from torch import Tensor
 from ... import ops
 from ..batch.state import CATCH_UP_EVERY, Batch
 from ..config.eagle_config import EAGLEConfig
-from ..config.several_drafts import fit_tree
+from ..config.several_drafts import fit_trees
 from ..models.protocol import DraftModel, TargetModel
 from .block_drafter import BlockDrafter, FeatureReader
 from .context_reader import ContextReader
@@ -32,10 +32,10 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}
 
 def make_readers(config: EAGLEConfig, target: TargetModel, drafts: Sequence[DraftModel]) -> tuple[DraftReader, ...]:
     """Makes a reader for each draft model, which the drafters share that draft with it; none if they need no model.
-    Of several models, each has the configuration's trees as far as it can draft them."""
+    Each has the configuration that `fit_trees` makes."""
     if not config.needs_model:
         return ()
-    configs = [config] if len(drafts) == 1 else [fit_tree(config, model) for model in drafts]
+    configs = fit_trees(config, drafts)
     num_steps = max((tree.num_steps for own in configs for tree in _trees_of(own)), default=0)
     # what others draft is missed as well, several tokens a step
     room = CATCH_UP_EVERY if len(drafts) == 1 else max(CATCH_UP_EVERY, SEVERAL_STEPS * (num_steps + 1))

@@ -16,7 +16,7 @@ from ..batch.kv_types import kv_limits_of, make_target_pool, read_cache_dtype
 from ..batch.state import BatchState
 from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from ..config.pairing import check_deterministic, check_method, check_quantize, check_trees
-from ..config.several_drafts import check_choice, fit_tree
+from ..config.several_drafts import check_choice, fit_trees
 from ..drafters.methods import make_drafter, make_readers, trees_of
 from ..drafters.suffix import SuffixCache
 from ..models.protocol import DraftModel, TargetModel
@@ -347,9 +347,9 @@ class Session(Unique):
         return [] if plan is None else plan.candidates(self.draft_names)
 
     def check_trees(self, config: EAGLEConfig) -> None:
-        """Raises ValueError where a draft model cannot draft the trees; of several, each has those that it can."""
-        for draft in self.drafts:
-            check_trees(config if len(self.drafts) == 1 else fit_tree(config, draft), draft)
+        """Raises ValueError where a draft model cannot draft the trees that are asked for."""
+        for draft, own in zip(self.drafts, fit_trees(config, self.drafts)):
+            check_trees(own, draft)
 
     def pooled_drafts(self, config: EAGLEConfig) -> tuple[DraftModel, ...]:
         """Returns the draft models that need KV pools."""
