@@ -1,4 +1,4 @@
-"""Tiny random models with experts, of six families, as transformers makes and saves them.
+"""Tiny random models with experts, of seven families, as transformers makes and saves them.
 
     python -m op_tests.engine.expert_models FOLDER --family "gpt oss"
     python -m eagle_kernels generate "a prompt" --target FOLDER --draft FOLDER --compare
@@ -17,7 +17,7 @@ from op_tests.engine.ernie import write_with_module
 from op_tests.engine.families import CASES, write_target
 
 WITH_MODULES = ("deepseek_v3", "glm moe", "ernie moe")  # of which ERNIE has one
-FAMILIES = ("qwen3 moe", "mixtral", "gpt oss", *WITH_MODULES)
+FAMILIES = ("qwen3 moe", "mixtral", "gpt oss", "deepseek_v2", *WITH_MODULES)
 # a vocabulary of bytes, and sizes that tiles and graphs of GPUs take
 SERVED = {
     "vocab_size": 257, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -34,6 +34,7 @@ OF_FAMILY = {
     },
     "glm moe": {"n_routed_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
 }  # fmt: skip
+OF_FAMILY["deepseek_v2"] = OF_FAMILY["deepseek_v3"]
 
 
 def write(folder: Path, family: str, num_modules: int = 0) -> None:

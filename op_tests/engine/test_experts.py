@@ -1,5 +1,7 @@
 """Feed-forwards of experts in our decoder: against transformers' modules, shared experts in the table, refusals."""
 
+import re
+
 import pytest
 import torch
 
@@ -252,4 +254,7 @@ def test_the_command_compares(family, num_modules, tmp_path, capsys):
     command = ["generate", "a prompt", "--target", str(tmp_path), "--draft", str(tmp_path), "--compare"]
     options = ["--topk", "2", "--num-steps", "2", "--num-draft-tokens", "6"] if num_modules else []
     assert main([*command, *options, "--max-new-tokens", "9", "--dtype", "float32"]) == 0
-    assert "identical: yes" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "identical: yes" in told
+    # a model that drafts for itself is right, a random module hardly ever
+    assert num_modules or float(re.search(r"mean acceptance length: ([\d.]+)", told)[1]) > 2
