@@ -30,7 +30,7 @@ class Steps:
         cache = torch.zeros(2, page_size, num_kv_heads, 2 * head_size, dtype=torch.bfloat16).transpose(1, 2)
         given = num_heads, head_size, head_size**-0.5, num_kv_heads, None, None, "auto"
         self.layers = {
-            name: SimpleNamespace(impl=attention.EagleKernelsImpl(*given), kv_cache=cache)
+            name: SimpleNamespace(impl=attention.EagleKernelsImpl(*given), kv_cache=cache, num_kv_heads=num_kv_heads)
             for name in ("target", "draft")
         }  # fmt: skip
         self.layers["target"].impl.reads_trees = True

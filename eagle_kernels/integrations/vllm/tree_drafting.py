@@ -122,7 +122,7 @@ class TreeDrafts:
         for name, layer in self._layers().items():
             if not _has_latents(layer):
                 impl = layer.impl
-                alike[impl.reads_trees, impl.num_heads, impl.num_kv_heads, impl.head_size] = name, layer
+                alike[impl.reads_trees, impl.num_heads, layer.num_kv_heads, impl.head_size] = name, layer
         size, num_nodes, calls = self.max_num_reqs, self.shape.num_nodes, []
         number = torch.arange(size + 1, dtype=torch.int32, device=self.device)
         bounds, no_tokens = number.clamp(max=1), torch.zeros_like(number)
@@ -149,7 +149,7 @@ class TreeDrafts:
         impl = layer.impl
         query, beams = (
             torch.zeros(count, heads * impl.head_size, dtype=self.dtype, device=self.device)
-            for heads in (impl.num_heads, impl.num_kv_heads)
+            for heads in (impl.num_heads, layer.num_kv_heads)
         )
         impl.forward(layer, query, beams, beams, layer.kv_cache, metadata, torch.empty_like(query))
 
