@@ -68,7 +68,7 @@ PAST_INT32 = at("req_to_token", 1, 4, to=2**31)
 ENDS = [at("kv_indptr", 1, to=4), at("kv_indptr", 0, to=-1)]
 TREE = stars([[1]], root=9)
 LEAST, ALMOST_1 = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
-NAN = float("nan")
+NAN, INF, LARGEST_FLOAT = float("nan"), float("inf"), torch.finfo(torch.float32).max
 DRAWN = {"positions": INTS([5, 6]), "seeds": INTS([1])}
 FILTERS = {"temperature": torch.zeros(1), "top_p": torch.zeros(1), "min_p": torch.zeros(1)}
 LINK_STEPS = [at("retrieve_next_token", 0, 0, to=2), at("retrieve_next_token", 0, 0, to=0),
@@ -308,10 +308,17 @@ LIMITS = {
     "blocks": (
         "build_tree_from_blocks",
         {"verified_id": INTS([9]), "logits": None, "seq_lens": INTS([0]), "candidate_tokens": INTS([[[5, 6], [7, 8]]]),
-         "candidate_scores": torch.zeros(1, 2, 2), "transition_scores": torch.zeros(1, 1, 2, 2), "topk": 2,
-         "num_nodes": INTS([1]), "num_verify_tokens": 3},
-        [at("candidate_scores", 0, 1, 0, to=0.5), at("transition_scores", 0, 0, 1, 0, to=float("nan")),
+         "candidate_scores": torch.tensor([[[0.0, -INF], [0.0, 0.0]]]), "num_nodes": INTS([1]), "topk": 2,
+         "transition_scores": torch.tensor([[[[-INF, LARGEST_FLOAT], [0.0, 0.0]]]]), "num_verify_tokens": 3},
+        [at("candidate_scores", 0, 1, 0, to=LEAST), at("candidate_scores", 0, 1, 0, to=NAN),
+         at("transition_scores", 0, 0, 1, 0, to=NAN), at("transition_scores", 0, 0, 0, 1, to=INF),
          at("num_nodes", 0, to=0), *LENGTH],
+    ),
+    "blocks of logits": (
+        "build_tree_from_blocks",
+        {"verified_id": INTS([9]), "logits": torch.tensor([[[-INF, LARGEST_FLOAT], [0.0, 0.0]]]), "seq_lens": INTS([0]),
+         "topk": 2, "num_verify_tokens": 3},
+        [at("logits", 0, 1, 0, to=NAN), at("logits", 0, 0, 1, to=INF), *LENGTH],
     ),
     "parents": ("tree_from_parents", BUILT | {"draft_tokens": INTS([[1, 2]]), "parents": INTS([[0, 0]])}, LENGTH),
     "mask": ("tree_from_mask", {

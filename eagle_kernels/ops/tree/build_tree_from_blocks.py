@@ -17,6 +17,7 @@ Traffic: B D V * element size read once, or B D W * 12 (candidates), and B (D - 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -219,6 +220,7 @@ def contract(values: dict) -> Output:
     tree = tree_contract(args)
     if args.exactly_one("logits", "candidate_scores") == "logits":
         args.tensor("logits", ("B", "D", "Vd"), check.FLOAT)
+        args.debug("logits", "be a number below infinity", lambda: values["logits"] < math.inf)
         for name in ("candidate_tokens", "transition_scores"):
             if values[name] is not None:
                 args.fail(name, "come with candidate_scores, not with logits", "a tensor")
@@ -235,7 +237,7 @@ def contract(values: dict) -> Output:
     if not 1 <= depth <= MAX_DEPTH:
         args.fail(name, f"have D in 1..{MAX_DEPTH}", depth)
     if args.tensor("transition_scores", ("B", depth - 1, topk, topk), (torch.float32,), optional=True) is not None:
-        args.debug_numbers("transition_scores")
+        args.debug("transition_scores", "be a number below infinity", lambda: values["transition_scores"] < math.inf)
     args.tensor("num_nodes", ("B",), check.INTEGER, optional=True)
     args.debug_numbers("num_nodes", 1)
     return Output(*tree, args.spec((args.size("B"), values["num_verify_tokens"] - 1), torch.float32))
@@ -273,7 +275,7 @@ def build_tree_from_blocks(
         candidate_tokens: [B, D, W] int, W = topk. Tokens for each depth, in any order: their place is their rank.
         candidate_scores: [B, D, W] fp32. Their log-probabilities. NaN counts as -inf, what is above 0 as 0.
         transition_scores: [B, D - 1, W, W] fp32. What is added to the score of a candidate of depth 1.. by the rank of
-            its parent, then its own: a selector's corrections. Sums above 0 count as 0.
+            its parent, then its own: a selector's corrections; -inf where it must not follow. Sums above 0 count as 0.
         num_nodes: [B] int. The most nodes of each tree, the root counted, clamped to 1..N; those of `prune_trees` are
             an example. None: N.
         draft_to_target: [Vd] int64. Offsets from draft ids to target ids, for logits of a draft vocabulary.
@@ -295,8 +297,8 @@ def build_tree_from_blocks(
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.
-        EAGLE_KERNELS_DEBUG=1 also checks candidate_scores, transition_scores, num_nodes, seq_lens, seq_lens_sum and the
-        size of a "full_mask".
+        EAGLE_KERNELS_DEBUG=1 also checks logits, candidate_scores, transition_scores, num_nodes, seq_lens, seq_lens_sum
+        and the size of a "full_mask"; of scores only -inf may be infinite.
 
     Source:
         The trees of DDTree, https://arxiv.org/abs/2604.12989, and of JetSpec, https://arxiv.org/abs/2606.18394.
