@@ -14,7 +14,15 @@ from eagle_kernels.engine.step.verification import Verifier, links_of
 from eagle_kernels.reference.ops.rejection.verify_tree_rejection import verify_tree_rejection
 from op_tests.engine.engines import steps_known
 from op_tests.engine.request_law import law_of_token
-from op_tests.engine.toys import Markov, MarkovBlock, MarkovMasked, ToyModel, random_head, random_llama
+from op_tests.engine.toys import (
+    Markov,
+    MarkovBlock,
+    MarkovMasked,
+    ToyModel,
+    draft_of_markov,
+    random_head,
+    random_llama,
+)
 from op_tests.engine.view import View
 from op_tests.harness.statistics import FALSE_ALARM, assert_follows_law
 from op_tests.sampling_law import law
@@ -89,20 +97,29 @@ LOSSLESS = {  # strategy, tree, sampling, where drafts come from
     "masks, warm": ("rejection", (3, 3, 8), {"temperature": 1.5}, {"method": "draft_model"}),
     "masks, target_match": ("target_match", (3, 3, 8), {"temperature": 0.9}, {"method": "draft_model"}),
     "blocks, target_match": ("target_match", (3, 3, 8), {"temperature": 0.9}, {"method": "medusa"}),
+    **{
+        f"{name}, {strategy}": (strategy, (3, 3, 8), {"temperature": 0.9}, {"method": method})
+        for name, method in (("Hydra", "hydra"), ("DFlash", "dflash"), ("P-EAGLE", "eagle"))
+        for strategy in ("rejection", "target_match")
+    },
 }
 
 
 @pytest.mark.cross
 @pytest.mark.parametrize("case", LOSSLESS)
 def test_lossless_strategies_keep_the_law(case, device):
-    """Of a sharp draft near the target: most blocks are kept whole, and of each token the next one depends.
+    """Of a sharp draft near the target most blocks are kept whole, and of each token the next one depends; drafts of
+    random weights are right by chance.
 
     A sound engine fails one run in a million of all these cases together.
     """
     strategy, tree, sampling, method = LOSSLESS[case]
     target = Markov(**TOYS, device=device)
-    kind = {None: Markov, "medusa": MarkovBlock, "draft_model": MarkovMasked, "ngram": None}[method.get("method")]
-    draft = kind and kind(**TOYS, seed=1, near=target, device=device)
+    if method.get("method") in ("hydra", "dflash", "eagle"):
+        draft = draft_of_markov(method["method"], target)
+    else:
+        kind = {None: Markov, "medusa": MarkovBlock, "draft_model": MarkovMasked, "ngram": None}[method.get("method")]
+        draft = kind and kind(**TOYS, seed=1, near=target, device=device)
     engine = engine_of(draft, target, tree, strategy, max_batch=256, **method)
     assert_texts_follow_law(engine, NUM_REQUESTS, sampling, FALSE_ALARM / len(LOSSLESS))
 

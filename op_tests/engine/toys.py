@@ -6,6 +6,7 @@ import torch
 
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.dflash import DFlashConfig, DFlashDraft
 from eagle_kernels.engine.models.heads import (
     Eagle1Config,
     Eagle1Head,
@@ -14,6 +15,8 @@ from eagle_kernels.engine.models.heads import (
     NextTokenConfig,
     NextTokenModules,
 )
+from eagle_kernels.engine.models.hydra import HydraConfig, HydraHeads
+from eagle_kernels.engine.models.parallel_head import ParallelEagleConfig, ParallelEagleHead
 from eagle_kernels.engine.models.protocol import DraftOutput, KVShape, TargetOutput
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from eagle_kernels.reference.causal_attend import causal_attend
@@ -198,6 +201,14 @@ class Markov:
         features = torch.nn.functional.one_hot(input_ids, self.hidden_size).float() if capture else None
         return TargetOutput(self.table[input_ids[:, -1:] if last_only else input_ids], features)
 
+    def get_input_embeddings(self):
+        return torch.nn.Embedding.from_pretrained(torch.eye(self.vocab_size, self.hidden_size, device=self.device))
+
+    def get_output_embeddings(self):
+        output = torch.nn.Linear(self.hidden_size, self.vocab_size, bias=False, device=self.device)
+        output.weight.data = torch.nn.functional.pad(self.table.T, (0, self.hidden_size - self.vocab_size))
+        return output
+
 
 class MarkovBlock(Markov):
     """Drafts several tokens at once by the powers of its table, from the features of a `Markov`; it has no keys."""
@@ -282,6 +293,25 @@ def random_modules(target: Decoder, num_modules: int, *, seed=0) -> NextTokenMod
     tensors = heads.module_tensors(num_modules, seed=seed)
     modules.load_state_dict({name.removeprefix("model."): tensor for name, tensor in tensors.items()})
     return modules.to(target.device).eval().requires_grad_(False).bind(target)
+
+
+def draft_of_markov(method: str, target: Markov, *, seed=0):
+    """Hydra heads, a DFlash draft or (eagle) a P-EAGLE head of random weights, bound to a `Markov`, whose last token is
+    the mask."""
+    sizes = {"vocab_size": target.vocab_size, "hidden_size": 16, "max_position_embeddings": target.max_length}
+    if method == "hydra":
+        draft = HydraHeads(HydraConfig(vocab_size=target.vocab_size, hidden_size=16, num_heads=4, num_layers=1,
+                                       hidden_state_offset=0), None)  # fmt: skip
+    elif method == "dflash":
+        own = {"model_type": "qwen3", "block_size": 4, "mask_token_id": target.vocab_size - 1, "target_layer_ids": [0]}
+        draft = DFlashDraft(DFlashConfig.from_dict(heads.WIDTHS | sizes | own), feature_size=16)
+    else:
+        own = {"mask_token_id": target.vocab_size - 1, "use_aux_hidden_state": False, "num_hidden_layers": 2}
+        draft = ParallelEagleHead(ParallelEagleConfig.from_dict(heads.WIDTHS | sizes | own))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in draft.parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+    return draft.to(target.device).eval().requires_grad_(False).bind(target)
 
 
 def plain_logits(engine, tokens: list[int]) -> torch.Tensor:
