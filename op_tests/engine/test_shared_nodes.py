@@ -41,9 +41,9 @@ SHARED = {
 TREES = {"chains": {"topk": 1, "num_steps": 4}, "trees": {"topk": 3, "num_steps": 4, "num_draft_tokens": 10}}
 
 
-def engine_of(name, device=DEVICE, **options):
+def engine_of(name, device=DEVICE, target_kind=Walker, **options):
     kind, methods = SHARED[name]
-    target = Walker(**SIZES, device=device)
+    target = target_kind(**SIZES, device=device)
     sizes = {**SIZES, "seed": 1, "device": device} | ({"of": target} if kind is WalkerBlock else {})
     fixed = {"method": methods, "share_nodes": len(methods) > 1, "min_ngram_size": 1}
     return EAGLEInference(None if kind is None else kind(**sizes), target, EAGLEConfig(**fixed | options))
@@ -121,6 +121,31 @@ def test_who_is_sure_gets_the_rows_of_the_batch(device, monkeypatch):
     engine.collect()
     both = [count for count in counts if len(count) == 2]
     assert both[0][0] > both[0][1] >= 1 and all(sum(count) <= 8 for count in both)
+
+
+@pytest.mark.parametrize("methods", ["shared", "alone"])
+@pytest.mark.parametrize("name", ["model", "heads in one pass", "masks"])
+def test_no_request_goes_without_drafts_for_ever(name, methods, device):
+    """Of as many drafts in all as there are requests, which one tree could take, each request gets some whenever it is
+    surer than others, whatever its place in the batch; and all have their root in every step."""
+    alone = {} if methods == "shared" else {"method": SHARED[name][1][0], "share_nodes": False}
+    options = {"mean_draft_tokens": 2, "cuda_graph": False} | TREES["trees"] | alone
+    engine, drafts = engine_of(name, device, RowWalker, **options), []
+
+    def watch(step):
+        counts, places = step.proposal.num_nodes.tolist(), sorted(row.index for row in View(engine).scheduler.stepping)
+        kept = [counts[place] for place in places]
+        assert min(kept) >= 1 and sum(kept) <= 2 * len(kept)
+        if len(kept) == 4:
+            drafts.append([count - 1 for count in kept])
+
+    engine.on_tree = watch
+    for token in (3, 9, 14, 18):
+        engine.submit([token], SamplingParams(max_new_tokens=90))
+    for _ in range(24):
+        engine.step()
+    for half in (drafts[:10], drafts[10:]):
+        assert len(half) >= 10 and all(sum(counts) > 0 for counts in zip(*half)), drafts
 
 
 # what drafters say of their drafts
