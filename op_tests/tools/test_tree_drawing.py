@@ -17,6 +17,8 @@ from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.trees.svg import trees_svg
 from eagle_kernels.tools.trees.text import num_columns, title, tree_text, wrapped
 from eagle_kernels.tools.trees.view import Stop, TargetChoice, TreeNode, VerifiedTree
+from op_tests.engine import dflash_folders
+from op_tests.engine.toys import random_llama, write_decoder
 
 ROOT = Path(__file__).resolve().parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -313,6 +315,27 @@ def test_methods_without_a_model_and_texts_without_a_step(capsys):
     assert "stopped at" in capsys.readouterr().out
     assert show("--max-new-tokens", 1) == 0
     assert capsys.readouterr().out.startswith("no step: ")
+
+
+def test_a_block_drafter(tmp_path, capsys):
+    """Its nodes are paths through the levels of a block: a token is as likely after each draft of the level above, and
+    never the mask."""
+    model = random_llama(std=0.4, num_layers=4, vocab_size=257)
+    target = write_decoder(model, tmp_path / "target", tokenizer_class="ByteTokenizer")
+    draft, num_levels = dflash_folders.write(tmp_path / "draft", vocab_size=257), dflash_folders.BLOCK - 1
+    command = ["show-tree", PROMPT, "--target", str(target), "--draft", str(draft), "--num-steps", str(num_levels)]
+    assert main(command) == 0
+    assert re.match(re.escape(f"step 1 after {PROMPT!r}: ") + r"\d of 31 drafts accepted", capsys.readouterr().out)
+    assert main([*command, "--json"]) == 0
+    nodes = json.loads(capsys.readouterr().out)["steps"][0]["nodes"]
+    places = {(node["depth"], node["token_id"]): node["draft_prob"] for node in nodes[1:]}
+    assert 1 < max(depth for depth, _ in places) <= num_levels and len(places) < len(nodes) - 1 == 31
+    assert dflash_folders.MASK not in {token for _, token in places}
+    for node in nodes[1:]:
+        prob = places[node["depth"], node["token_id"]]
+        above = nodes[node["parent"]]["path_prob"] if node["parent"] else 1.0
+        assert node["draft_prob"] == pytest.approx(prob, rel=1e-3)
+        assert node["path_prob"] == pytest.approx(prob * above, rel=1e-3)
 
 
 @pytest.mark.parametrize(
