@@ -16,6 +16,7 @@ from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine.deepseek import write_with_modules
 from op_tests.engine.families import CASES, write_target
+from op_tests.engine.heads import edit_config
 from op_tests.engine.quantised import writers
 
 pytest.importorskip("transformers")
@@ -63,6 +64,18 @@ def test_every_family(case, tmp_path, monkeypatch):
     monkeypatch.setattr(writers, "LINEAR", re.compile(r"(_proj|\.w[123])\.weight$"))
     plain = write_plain(case, tmp_path / "plain")
     check(plain, writers.write_quantised(writers.FORMATS["gptq"], plain, tmp_path / "quantised"))
+
+
+def test_tensors_outweigh_the_list(tmp_path):
+    """AutoAWQ's "gate" is part of the name of the router, and of `gate_proj`."""
+    plain, form = write_plain("qwen3 moe", tmp_path / "plain"), writers.FORMATS["awq"]
+    packed = writers.write_quantised(form, plain, tmp_path / "packed")
+    edit_config(packed, quantization_config=form.section | {form.listed: ["gate"]})
+    check(plain, packed)
+    half = writers.write_quantised(form, plain, tmp_path / "half", ("gate_proj",))
+    edit_config(half, quantization_config=form.section | {form.listed: ["gate"]})
+    with pytest.raises(ModelError, match=r"experts of several formats in one layer \(linear_decode, linear_w4a16\)"):
+        load_target(half)
 
 
 @torch.no_grad()

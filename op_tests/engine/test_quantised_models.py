@@ -2,6 +2,7 @@
 speculation is that of plain decoding."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,39 @@ def test_output_may_be_quantised(tmp_path):
     assert "lm_head" in linears_of(load_target(folder))
 
 
+@pytest.mark.parametrize(
+    ("form", "key", "value"),
+    [
+        ("awq", NOT_CONVERTED, ["gate"]),  # of AutoAWQ's example for Mixtral, which is copied elsewhere
+        ("gptq", NOT_CONVERTED, ["gate"]),
+        ("gptq", "dynamic", {"-:.*gate": {}}),
+        ("fp8 blocks", NOT_CONVERTED, ["gate_proj"]),
+    ],
+)
+@pytest.mark.parametrize("in_16_bit", [(), ("gate_proj",)], ids=["packed", "plain"])
+def test_tensors_outweigh_the_list(form, key, value, in_16_bit, tmp_path):
+    """The list tells only which tensors a file should have that has none of a module."""
+    plain = write_plain(tmp_path / "plain")
+    folder = write_quantised(FORMATS[form], plain, tmp_path / "quantised", in_16_bit)
+    edit_config(folder, quantization_config=FORMATS[form].section | {key: value})
+    target = load_target(folder)
+    torch.testing.assert_close(logits_of(target), logits_of(load_target(plain)), atol=2e-4, rtol=1e-4)
+    kinds = {type(part).__name__ for part in target.model.layers[1].mlp.gate_up_proj.parts}
+    assert kinds == ({"Linear", "Weights"} if in_16_bit else {"Weights"})
+    name = "model.layers.1.mlp.gate_proj."
+    lost = {each: None for each in load_file(folder / "model.safetensors") if each.startswith(name)}
+    edit_tensors(folder, **lost)
+    with pytest.raises(ModelError, match=f"missing tensors: {name}weight$"):
+        load_target(folder)
+
+
+def test_tensors_outweigh_what_compressed_tensors_ignores(tmp_path):
+    folder = shutil.copytree(OF_LIBRARY / "w4a16", tmp_path / "w4a16")
+    section = json.loads((folder / "config.json").read_text())["quantization_config"]
+    edit_config(folder, quantization_config=section | {"ignore": [*section["ignore"], "re:.*gate_proj"]})
+    assert torch.equal(logits_of(load_target(folder)), logits_of(load_target(OF_LIBRARY / "w4a16")))
+
+
 def test_file_of_modelopt_beside_config(tmp_path):
     """Older versions write only hf_quant_config.json."""
     plain = write_plain(tmp_path / "plain")
@@ -233,7 +267,6 @@ REFUSED = [
     (AWQ | {"group_size": "32"}, "group_size='32' is not implemented"),
     (AWQ | {"version": "gemv"}, "version='gemv' is not implemented (only 'gemm')"),
     (AWQ | {NOT_CONVERTED: "lm_head"}, "modules_to_not_convert must be a list of names, got 'lm_head'"),
-    (AWQ | {NOT_CONVERTED: ["layers.0.mlp"]}, "missing tensors: model.layers.0.mlp.down_proj.weight, "),
     (AWQ | {"group_size": 64}, "qzeros has shape [5, 8], but config.json says [3, 8]"),
     (GPTQ, "down_proj.qweight has shape [160, 8], but config.json says [20, 64]"),
     (GPTQ | {"bits": 2}, "quantization_config.bits=2 is not implemented (only 4, 8)"),

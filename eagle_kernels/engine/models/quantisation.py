@@ -220,11 +220,10 @@ def _read_gptq(section: _Section) -> Quantisation:
     layout = LAYOUTS["gptq"](section.group_size(), bits, version == "gptq_v2")
     made = _unless(section, layout, _is_part, "modules_to_not_convert")
 
-    def layout_of(name: str) -> Layout | None:
-        is_excluded = any(_matches(pattern, name, f"{section.where}.dynamic") for pattern in excluded)
-        return None if is_excluded else made.layout_of(name)
+    def is_listed(name: str) -> bool:
+        return made.is_listed(name) or any(_matches(each, name, f"{section.where}.dynamic") for each in excluded)
 
-    return made._replace(layout_of=layout_of)
+    return made._replace(is_listed=is_listed)
 
 
 def _read_fp8(section: _Section) -> Quantisation:
@@ -276,8 +275,9 @@ def _read_compressed(section: _Section) -> Quantisation:
     where = f"{section.where}.ignore"
     return Quantisation(
         "compressed-tensors",
-        lambda name: None if any(_is_target(each, name, where) for each in ignored) else layout_of(name),
+        layout_of,
         LAYOUTS["16 bit"](),
+        lambda name: any(_is_target(each, name, where) for each in ignored),
     )
 
 
@@ -313,7 +313,7 @@ def _read_mxfp4(section: _Section) -> Quantisation:
     # transformers, integrations/mxfp4.py: the experts of gpt-oss, whose tensors hold all of them
     layout = Layout(MXFP4, lambda n, k: {}, lambda *_: None, 4)
     return _unless(section, layout, _is_module, "modules_to_not_convert")._replace(
-        layout_of=lambda name: layout if name.endswith(".experts") else None
+        layout_of=lambda name: layout if name.endswith(".experts") else None, is_listed=lambda name: False
     )
 
 
@@ -331,12 +331,12 @@ _READERS: dict[str, Callable[[_Section], Quantisation]] = {
 def _unless(section: _Section, layout: Layout, is_listed: Callable[[str, str, str], bool], *keys: str) -> Quantisation:
     """Returns one layout for all modules but those that are listed under one of the keys."""
     listed, where = section.names(*keys), f"{section.where}.{keys[0]}"
-    name = section.values["quant_method"]
-
-    def layout_of(module: str) -> Layout | None:
-        return None if any(is_listed(each, module, where) for each in listed) else layout
-
-    return Quantisation(name, layout_of, LAYOUTS["16 bit"]())
+    return Quantisation(
+        section.values["quant_method"],
+        lambda module: layout,
+        LAYOUTS["16 bit"](),
+        lambda module: any(is_listed(each, module, where) for each in listed),
+    )
 
 
 def _is_part(listed: str, name: str, where: str) -> bool:

@@ -1,7 +1,8 @@
 """Quantised linears in a model: which of its linears they replace, and where the tensors of a file go.
 
-A module that is listed as not converted has its weight in 16 bit, and so has any other one with a plain `weight` in the
-file. Scales of inputs are not read, as these stay in 16 bit; those of a target's keys and values are (`kv_limits.py`).
+The tensors in a file tell whether a weight is quantised, and the list of modules that are not converted does so only
+where the file has none of it: AutoAWQ matches parts of names, so that "gate", meant for routers, fits `gate_proj` too.
+Scales of inputs are not read, as these stay in 16 bit; those of a target's keys and values are (`kv_limits.py`).
 Headers are those of `checkpoint`, which imports this file.
 """
 
@@ -31,6 +32,7 @@ class Quantisation(NamedTuple):
     name: str  # in errors
     layout_of: Callable[[str], Layout | None]  # by a module's name in the file; None: it stays in 16 bit
     plain: Layout  # of those
+    is_listed: Callable[[str], bool] = lambda name: False  # whether a module is named as one that stays in 16 bit
     at_load: Callable[[str], Layout | None] | None = None  # how weights in 16 bit are quantised; None: they stay
 
 
@@ -76,7 +78,9 @@ def _layout_of(ours: str, stored: dict[str, Any], quantisation: Quantisation) ->
     """Returns the layout of a weight of this name; stored: headers of its tensors."""
     theirs = next((each.name.rpartition(".")[0] for each in stored.values()), ours)
     is_plain = "weight" in stored and stored["weight"].dtype in _FLOATS
-    layout = None if is_plain else quantisation.layout_of(theirs)
+    is_packed = bool(stored.keys() & {"weight", "qweight", "weight_packed"})
+    stays = is_plain or (quantisation.is_listed(theirs) and not is_packed)
+    layout = None if stays else quantisation.layout_of(theirs)
     chosen = None if quantisation.at_load is None else quantisation.at_load(theirs)
     if layout is not None and chosen is not None:
         raise ModelError(f"{ours}: quantize must not name weights that are quantised already ({quantisation.name})")
