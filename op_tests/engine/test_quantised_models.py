@@ -2,6 +2,7 @@
 speculation is that of plain decoding."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from eagle_kernels.engine.models.heads import Eagle1Config, Eagle1Head, EagleCon
 from eagle_kernels.engine.models.layers.quantised import QuantisedLinear, Weights
 from eagle_kernels.engine.models.loading import load_draft, load_target
 from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.engine.models.quantisation import is_quantised
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine.engines import write_with_modules
 from op_tests.engine.heads import edit_config, edit_tensors, save
@@ -234,6 +236,44 @@ def test_file_of_modelopt_beside_config(tmp_path):
     scale = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(1.0)}
     edit_tensors(folder, **scale)
     torch.testing.assert_close(logits_of(load_target(folder)), logits_of(load_target(plain)), atol=2e-4, rtol=1e-4)
+
+
+AUTO_AWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+AUTO_GPTQ = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "sym": False,
+             "true_sequential": True, "quant_method": None, "model_name_or_path": None}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "section"),
+    [
+        ("gptq", "quantize_config.json", AUTO_GPTQ),
+        ("gptq v2", "quantize_config.json", AUTO_GPTQ | {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}),
+        ("awq", "quant_config.json", AUTO_AWQ),
+        ("awq", "quantize_config.json", AUTO_AWQ),  # some were renamed for other readers
+        ("awq", "config.json", AUTO_AWQ | {"quant_method": "awq", "bits": None}),
+    ],
+)
+def test_files_of_auto_gptq_and_auto_awq_beside_config(form, name, section, tmp_path):
+    """Their older versions write only these, or AutoAWQ's own names into config.json."""
+    plain = write_plain(tmp_path / "plain")
+    folder = write_quantised(FORMATS[form], plain, tmp_path / "quantised")
+    edit_config(folder, quantization_config=None)
+    assert not is_quantised(folder)
+
+    def tell(**changes):
+        if name == "config.json":
+            return edit_config(folder, quantization_config=section | changes)
+        (folder / name).write_text(json.dumps(section | changes))
+
+    tell()
+    assert is_quantised(folder)
+    torch.testing.assert_close(logits_of(load_target(folder)), logits_of(load_target(plain)), atol=2e-4, rtol=1e-4)
+    where = "config.json: quantization_config." if name == "config.json" else f"{name}: "
+    bits, group_size = ("w_bit", "q_group_size") if form == "awq" else ("bits", "group_size")
+    for setting, value in ((bits, 3), (group_size, 48)):
+        tell(**{setting: value})
+        with pytest.raises(ModelError, match=re.escape(f"{where}{setting}={value} is not implemented (only ")):
+            load_target(folder)
 
 
 def test_file_of_modelopt_that_names_no_format(tmp_path):

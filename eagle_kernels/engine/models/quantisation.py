@@ -108,17 +108,10 @@ LAYOUTS: dict[str, Callable[..., Layout]] = {
 
 
 def read_quantisation(folder: Path, config: dict[str, Any]) -> Quantisation | None:
-    """Returns how config.json, or ModelOpt's file beside it, says that weights are quantised; None: they are not."""
-    section, where = config.get("quantization_config"), "config.json: quantization_config"
+    """Returns how config.json, or a file beside it, says that weights are quantised; None: they are not."""
+    section, where = _find_section(folder, config)
     if is_off(section):
-        beside = read_json(folder / "hf_quant_config.json", is_optional=True)
-        section, where = beside.get("quantization"), "hf_quant_config.json: quantization"
-        if is_off(section):
-            return None
-        if isinstance(section, dict):
-            if is_off(section.get("quant_algo")):  # exported as it was
-                return None
-            section = {"quant_method": "modelopt"} | section
+        return None
     if not isinstance(section, dict):
         raise ModelError(f"{where} must be an object, got {shown(section)}")
     told = _Section(section, where)
@@ -130,10 +123,24 @@ def read_quantisation(folder: Path, config: dict[str, Any]) -> Quantisation | No
 
 def is_quantised(folder: Path) -> bool:
     """Returns whether the files of a model folder say that its weights are quantised, however that is."""
-    config, beside = (read_json(folder / name, is_optional=True) for name in ("config.json", "hf_quant_config.json"))
-    section = beside.get("quantization")
-    algorithm = section.get("quant_algo") if isinstance(section, dict) else section
-    return not (is_off(config.get("quantization_config")) and is_off(algorithm))
+    return not is_off(_find_section(folder, read_json(folder / "config.json", is_optional=True))[0])
+
+
+def _find_section(folder: Path, config: dict[str, Any]) -> tuple[Any, str]:
+    """Returns what says how weights are quantised, in config.json or else in a file beside it, and its name."""
+    section, where = config.get("quantization_config"), "config.json: quantization_config"
+    if is_off(section):
+        section = read_json(folder / "hf_quant_config.json", is_optional=True).get("quantization")
+        where = "hf_quant_config.json: quantization"
+        if isinstance(section, dict):  # without an algorithm the model was exported as it was
+            section = {} if is_off(section.get("quant_algo")) else {"quant_method": "modelopt"} | section
+    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):  # AutoGPTQ's and AutoAWQ's
+        if is_off(section):
+            section, where = read_json(folder / name, is_optional=True), name
+            if not is_off(section):
+                method = section.get("quant_method") or ("awq" if "w_bit" in section else method)
+                section |= {"quant_method": method}
+    return section, where
 
 
 def refuse_quantised(checkpoint: Checkpoint, called: str) -> None:
@@ -158,9 +165,16 @@ class _Section:
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self.values, self.where = values, where
 
+    def path(self, name: str) -> str:
+        return f"{self.where}{': ' if self.where.endswith('.json') else '.'}{name}"
+
+    def either(self, name: str, other: str) -> str:
+        """Returns the one of two names of a setting that has a value, the first one where both or none have."""
+        return other if is_empty(self.values.get(name)) and not is_empty(self.values.get(other)) else name
+
     def refuse(self, name: str, only: str) -> None:
         got = shown(self.values.get(name))
-        raise ModelError(f"{self.where}.{name}={got} is not implemented (only {only})")
+        raise ModelError(f"{self.path(name)}={got} is not implemented (only {only})")
 
     def one_of(self, name: str, *known: Any) -> Any:
         """Returns a value that must be one of `known`, the first of which an absent one means."""
@@ -171,11 +185,11 @@ class _Section:
             self.refuse(name, ", ".join(repr(each) for each in known))
         return value
 
-    def group_size(self, *others: int) -> int:
-        value = self.values.get("group_size", -1)
+    def group_size(self, name: str = "group_size") -> int:
+        value = self.values.get(name, -1)
         value = -1 if value is None else value
-        if not is_integer(value) or value not in (*_GROUPS, *others):
-            self.refuse("group_size", ", ".join(map(str, _GROUPS)))
+        if not is_integer(value) or value not in _GROUPS:
+            self.refuse(name, ", ".join(map(str, _GROUPS)))
         return value
 
     def names(self, *keys: str) -> list[str]:
@@ -185,21 +199,21 @@ class _Section:
             value = self.values.get(key)
             value = [] if is_off(value) else value
             if not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-                raise ModelError(f"{self.where}.{key} must be a list of names, got {shown(value)}")
+                raise ModelError(f"{self.path(key)} must be a list of names, got {shown(value)}")
             found += value
         return found
 
     def inside(self, name: str) -> _Section | None:
         value = read_value(self.values, name, dict)
-        return None if is_empty(value) else _Section(value, f"{self.where}.{name}")
+        return None if is_empty(value) else _Section(value, self.path(name))
 
 
 def _read_awq(section: _Section) -> Quantisation:
-    section.one_of("bits", 4)
+    section.one_of(section.either("bits", "w_bit"), 4)
     section.one_of("version", "gemm")  # gemv and others pack in another order
     section.one_of("format", "gemm")
     section.one_of("zero_point", True, False)
-    layout = LAYOUTS["awq"](section.group_size())
+    layout = LAYOUTS["awq"](section.group_size(section.either("group_size", "q_group_size")))
     return _unless(section, layout, _is_part, "modules_to_not_convert")
 
 
@@ -208,20 +222,20 @@ def _read_gptq(section: _Section) -> Quantisation:
     version = section.one_of("checkpoint_format", "gptq", "gptq_v2")
     section.one_of("pack_dtype", "int32")
     section.one_of("is_marlin_format", False)
-    rules = section.values.get("dynamic") or {}  # {"-:NAME": {}} says something
+    rules, where = section.values.get("dynamic") or {}, section.path("dynamic")  # {"-:NAME": {}} says something
     if not isinstance(rules, dict):
         section.refuse("dynamic", "-:NAME")
     excluded = [name[2:] for name in rules if name.startswith("-:")]
     for pattern in excluded:
-        _matches(pattern, "", f"{section.where}.dynamic")
+        _matches(pattern, "", where)
     for name, value in rules.items():
         if not name.startswith("-:") and not is_off(value):
-            raise ModelError(f"{section.where}.dynamic: {shown(name)}: {shown(value)} is not implemented (only -:NAME)")
+            raise ModelError(f"{where}: {shown(name)}: {shown(value)} is not implemented (only -:NAME)")
     layout = LAYOUTS["gptq"](section.group_size(), bits, version == "gptq_v2")
     made = _unless(section, layout, _is_part, "modules_to_not_convert")
 
     def is_listed(name: str) -> bool:
-        return made.is_listed(name) or any(_matches(each, name, f"{section.where}.dynamic") for each in excluded)
+        return made.is_listed(name) or any(_matches(each, name, where) for each in excluded)
 
     return made._replace(is_listed=is_listed)
 
@@ -266,13 +280,13 @@ def _read_compressed(section: _Section) -> Quantisation:
             rules.append((group.names("targets"), _layout_of_group(group, section)))
 
     def layout_of(name: str) -> Layout | None:
-        where = f"{groups.where}.targets"
+        where = groups.path("targets")
         return next(
             (layout for targets, layout in rules if any(_is_target(each, name, where) for each in targets)), None
         )
 
     ignored = section.names("ignore")
-    where = f"{section.where}.ignore"
+    where = section.path("ignore")
     return Quantisation(
         "compressed-tensors",
         layout_of,
@@ -330,7 +344,7 @@ _READERS: dict[str, Callable[[_Section], Quantisation]] = {
 
 def _unless(section: _Section, layout: Layout, is_listed: Callable[[str, str, str], bool], *keys: str) -> Quantisation:
     """Returns one layout for all modules but those that are listed under one of the keys."""
-    listed, where = section.names(*keys), f"{section.where}.{keys[0]}"
+    listed, where = section.names(*keys), section.path(keys[0])
     return Quantisation(
         section.values["quant_method"],
         lambda module: layout,
