@@ -276,6 +276,25 @@ def test_files_of_auto_gptq_and_auto_awq_beside_config(form, name, section, tmp_
             load_target(folder)
 
 
+def test_rules_of_gptq_for_modules(tmp_path):
+    """ "-:" excludes what matches, in either file, as GPTQModel does with a pattern that fits a name's beginning."""
+    plain = write_plain(tmp_path / "plain")
+    folder = write_quantised(FORMATS["gptq"], plain, tmp_path / "quantised", ("layers.2.mlp", "layers.1.mlp.down_proj"))
+    edit_tensors(folder, **{"model.layers.1.mlp.down_proj.weight": None, "model.layers.2.mlp.up_proj.weight": None})
+    for name, where in (("config.json", "config.json: quantization_config."), ("quantize_config.json", "g.json: ")):
+        for rules, told in (
+            ({r"-:model\.layers\.\d\.mlp": {}}, "1.mlp.down_proj.weight, model.layers.2.mlp.up_proj.weight"),
+            ({r"-:.*\.1\..*down": {}, "-:mlp": {}}, "1.mlp.down_proj.weight, model.layers.2.mlp.up_proj.qweight, "),
+            ({"-:.*": {}, "+:.*up": {"bits": 8}}, "dynamic: '+:.*up': {'bits': 8} is not implemented (only -:NAME)"),
+        ):
+            section = AUTO_GPTQ | {"quant_method": "gptq", "dynamic": rules}
+            edit_config(folder, quantization_config=section if name == "config.json" else None)
+            (folder / "quantize_config.json").write_text(json.dumps({} if name == "config.json" else section))
+            with pytest.raises(ModelError) as caught:
+                load_target(folder)
+            assert told in str(caught.value) and ("dynamic" not in told or where in str(caught.value))
+
+
 def test_file_of_modelopt_that_names_no_format(tmp_path):
     plain = write_plain(tmp_path)
     logits, section = logits_of(load_target(plain)), {"quant_algo": None, "exclude_modules": ["lm_head"]}
