@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.models.checkpoint import Checkpoint
 from eagle_kernels.engine.models.layers.mixture import MixtureOfExperts
 from eagle_kernels.engine.models.layers.quantised_mixture import QuantisedMixture
 from eagle_kernels.engine.models.loading import load_draft, load_target
@@ -92,6 +93,16 @@ def test_modules_have_quantised_experts(listed, tmp_path):
     torch.testing.assert_close(logits, expected, atol=5e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("changes", [{"static_groups": True}, {"group_size": -1}], ids=str)
+def test_orders_of_activations_that_leave_groups_of_neighbours(changes, tmp_path, monkeypatch):
+    """Quantising went by an order, and the file has none, in which experts are read."""
+    plain = write_plain("qwen3 moe", tmp_path / "plain")
+    monkeypatch.setattr(writers, "GROUP", 256 if "group_size" in changes else writers.GROUP)
+    folder = writers.write_quantised(writers.FORMATS["gptq"], plain, tmp_path / "quantised")
+    edit_config(folder, quantization_config=writers.FORMATS["gptq"].section | {"desc_act": True} | changes)
+    check(plain, folder)
+
+
 def write_mxfp4(plain: Path, folder: Path) -> Path:
     """Rounds the experts of gpt-oss, whose plain tensors become what transformers makes of the rounded ones."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -160,13 +171,30 @@ def test_text_of_speculation_is_that_of_plain_decoding(tmp_path):
     assert engine.generate(prompts, 12)[0] == engine.generate(prompts, 12, speculative=False)[0]
 
 
-def test_what_does_not_fit_is_named(tmp_path):
+def test_what_does_not_fit_is_named(tmp_path, monkeypatch):
     plain = write_plain("qwen3 moe", tmp_path / "plain")
     form = writers.FORMATS["gptq"]
     mixed = writers.write_quantised(form, plain, tmp_path / "mixed", ("experts.0.up_proj",))
     with pytest.raises(ModelError, match=r"experts of several formats in one layer \(linear_decode, linear_w4a16\)"):
         load_target(mixed)
-    order = writers.write_quantised(writers.FORMATS["gptq desc_act"], plain, tmp_path / "order")
+    form = writers.FORMATS["gptq desc_act"]
+    order = writers.write_quantised(form, plain, tmp_path / "order")
+    monkeypatch.setattr(Checkpoint, "get", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("a weight was read"))
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": "group"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    for section, told in ((form.section, "desc_act=True"), (packed, "config_groups.group_0.weights.actorder='group'")):
+        edit_config(order, quantization_config=section)
+        told = re.escape(f"mlp: config.json: quantization_config.{told} is not implemented for experts (only groups ")
+        with pytest.raises(ModelError, match=told):
+            load_target(order)
+    weights["actorder"] = "static"  # changes no layout
+    edit_config(order, quantization_config=packed)
+    with pytest.raises(ModelError, match="missing tensors: .*weight_packed"):
+        load_target(order)
+    monkeypatch.undo()
+    edit_config(order, quantization_config=form.section | {"desc_act": False})  # against what the tensors hold
     with pytest.raises(ModelError, match=r"an order of activations \(g_idx\) is not implemented for experts"):
         load_target(order)
     tensors = load_file(order / "model.safetensors")

@@ -277,7 +277,7 @@ def test_files_of_auto_gptq_and_auto_awq_beside_config(form, name, section, tmp_
 
 
 def test_rules_of_gptq_for_modules(tmp_path):
-    """ "-:" excludes what matches, in either file, as GPTQModel does with a pattern that fits a name's beginning."""
+    """Those with "-:" exclude modules, in either file, if they fit the beginning of a name, as in GPTQModel."""
     plain = write_plain(tmp_path / "plain")
     folder = write_quantised(FORMATS["gptq"], plain, tmp_path / "quantised", ("layers.2.mlp", "layers.1.mlp.down_proj"))
     edit_tensors(folder, **{"model.layers.1.mlp.down_proj.weight": None, "model.layers.2.mlp.up_proj.weight": None})

@@ -172,6 +172,11 @@ class _Section:
         """Returns the one of two names of a setting that has a value, the first one where both or none have."""
         return other if is_empty(self.values.get(name)) and not is_empty(self.values.get(other)) else name
 
+    def tell(self, name: str) -> str:
+        """Returns a setting with its value; "" where it is off."""
+        value = self.values.get(name)
+        return "" if is_off(value) else f"{self.path(name)}={shown(value)}"
+
     def refuse(self, name: str, only: str) -> None:
         got = shown(self.values.get(name))
         raise ModelError(f"{self.path(name)}={got} is not implemented (only {only})")
@@ -231,7 +236,10 @@ def _read_gptq(section: _Section) -> Quantisation:
     for name, value in rules.items():
         if not name.startswith("-:") and not is_off(value):
             raise ModelError(f"{where}: {shown(name)}: {shown(value)} is not implemented (only -:NAME)")
-    layout = LAYOUTS["gptq"](section.group_size(), bits, version == "gptq_v2")
+    size = section.group_size()
+    layout = LAYOUTS["gptq"](size, bits, version == "gptq_v2")
+    if is_off(section.values.get("static_groups")) and size != -1:  # groups of neighbouring columns otherwise
+        layout = layout._replace(ordered_by=section.tell("desc_act"))
     made = _unless(section, layout, _is_part, "modules_to_not_convert")
 
     def is_listed(name: str) -> bool:
@@ -320,7 +328,8 @@ def _layout_of_group(group: _Section, section: _Section) -> Layout:
     if form == "int-quantized":
         weights.one_of("symmetric", True)
         return LAYOUTS["int-quantized"](size)
-    return LAYOUTS["pack-quantized"](size, bits)
+    told = "" if weights.values.get("actorder") in ("weight", "static") or size == -1 else weights.tell("actorder")
+    return LAYOUTS["pack-quantized"](size, bits)._replace(ordered_by=told)
 
 
 def _read_mxfp4(section: _Section) -> Quantisation:

@@ -99,6 +99,8 @@ def _quantise_experts(
         told = ", ".join(sorted({layout.op for layout in layouts.values()}))
         raise ModelError(f"{path}: experts of several formats in one layer ({told}) are not implemented")
     name, layout = next(iter(layouts.items()))
+    if layout.ordered_by:
+        raise ModelError(f"{path}: {layout.ordered_by} is not implemented for experts (only groups of neighbours)")
     is_chosen = quantisation.at_load is not None and quantisation.at_load(name) is not None
     if is_chosen and not mixture.settings.projections:
         raise ModelError(f"{path}: quantising experts whose tensors hold all of them is not implemented")

@@ -33,6 +33,7 @@ class Layout(NamedTuple):
     stored: Callable[[int, int], dict[str, Stored]]  # (outputs, inputs) -> the tensors, by the ends of their names
     repack: Callable[[dict[str, Tensor], tuple[int, int], torch.dtype], Packed]
     bits: int = 16  # of a weight, to estimate memory
+    ordered_by: str = ""  # the setting by which groups have scattered columns, as errors show it; "": neighbours
 
 
 class Weights(nn.Module):
