@@ -360,6 +360,13 @@ def test_folders_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
         with pytest.raises(ModelError, match=message) as caught:
             load_target(tmp_path)
         assert "\n" not in str(caught.value)
+    text = {"model_type": "mistral", "hidden_size": 32, "num_attention_heads": 4}
+    path.write_text(json.dumps({"model_type": "mistral3", "text_config": text}))
+    with pytest.raises(ModelError, match="config.json: text_config of model_type='mistral3': only text models"):
+        load_target(tmp_path)
+    path.write_text(json.dumps({"model_type": "vit"}))  # neither has it a text model inside
+    with pytest.raises(ModelError, match="transformers cannot load the model: ValueError: Unrecognized configuration"):
+        load_target(tmp_path)
     path.write_text(json.dumps(config | {"model_type": None}))
     with pytest.raises(ModelError, match="config.json: "):  # as Llama, as ever
         load_target(tmp_path)

@@ -171,6 +171,8 @@ def _load_through_transformers(
         )
     except Exception as error:  # unchecked files can raise anything in transformers
         fault = brief(f"{type(error).__name__}: {first_line(error)}", 200)
+        if "Unrecognized configuration class" in fault and not is_off(config.get("text_config")):
+            fault = f"config.json: text_config of model_type={shown(config.get('model_type'))}: only text models load"
         raise ModelError(f"transformers cannot load the model: {fault}") from None
     refuse_names("missing tensors", sorted(report["missing_keys"]))  # transformers fills these with random numbers
     model = model.to(device)
@@ -256,15 +258,14 @@ def load_draft(
     source = "default aux layers" if ids is None else f"aux layers {list(ids)} ({meaning})"
     if head.config.aux_layers == (FINAL_NORM,):
         source = "the target's last feature"
-    folder = Path(folder)
-    with naming(folder):
+    with naming(Path(folder)):
         if isinstance(head, medusa.MedusaHeads):
             raise ModelError("holds Medusa heads, which load_medusa loads")
         if aux_layers is not None:
             head.use_aux_layers(aux_layers)
             source = "aux layers given by the caller"
         head.bind(target)
-    name = brief(str(folder), 250)
+    name = brief(str(Path(folder)), 250)
     _logger.info("%s: %s format, %s, %s = %s", name, file.format_name, file.kind, source, tell_capture(head.aux_layers))
     for remark in file.remarks:
         _logger.warning("%s: %s", name, remark)
@@ -390,9 +391,8 @@ def demo_pair() -> tuple[Path, Path]:
 
 def read_dtype(folder: str | Path) -> str:
     """Returns the name of the weights' dtype in a model folder's config.json."""
-    folder = Path(folder)
-    with naming(folder):
-        config = read_config(folder)
+    with naming(Path(folder)):
+        config = read_config(Path(folder))
         dtype = config.get("dtype") or config.get("torch_dtype")
         if dtype not in map(str, DTYPE_NAMES):
             rule = f"name one of {', '.join(DTYPE_NAMES)} for dtype='auto'"
