@@ -32,6 +32,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
 from eagle_kernels.engine.batch.kv_pool import DecodeAttend
 from eagle_kernels.engine.models.layers.mixture import MixtureOfExperts, experts_touched
+from eagle_kernels.engine.models.quantising import METHODS
 from eagle_kernels.engine.requests.sampling_params import Features
 from eagle_kernels.engine.serve.stream import TokenStream
 from eagle_kernels.engine.serve.threads import running
@@ -434,9 +435,7 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     parser.add_argument("--steps", type=int, default=40, help="steps that are timed (default: 40)")
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
     parser.add_argument("--batches", nargs="+", type=int, help="of throughput and huggingface (default: all of theirs)")
-    parser.add_argument(
-        "--quantize", choices=list(quantised_steps.NAMES), help="time a quantised target beside the one in 16 bit"
-    )
+    parser.add_argument("--quantize", choices=METHODS, help="time a quantised target beside the one in 16 bit")
     options, device, keep = start(parser, arguments, directory, commit)
     bench = Bench(options.shape, device, options.steps, options.prompt_tokens)
     bench.batches, bench.keep = options.batches or (), keep

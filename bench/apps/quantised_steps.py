@@ -22,9 +22,6 @@ from .random_models import quantised_head, quantised_target
 if TYPE_CHECKING:
     from .generation import Bench
 
-# other engines' names of what `EAGLEConfig.quantize` knows
-NAMES = {"w4a16": "wint4", "w8a16": "wint8", "wint4": "wint4", "wint8": "wint8", "fp8": "fp8",
-         "block_wise_fp8": "block_wise_fp8"}  # fmt: skip
 BATCHES = (1, 8, 32)
 TREE, ACCEPT = (8, 5, 64), 4.0
 
@@ -37,13 +34,12 @@ def weight_bytes(module: nn.Module) -> int:
 
 def quantised(bench: Bench, name: str) -> None:
     """Times a quantised target beside the bench's own."""
-    method = NAMES[name]
     whole_ms = {}
     for batch_size in BATCHES:
         whole_ms[batch_size], _ = bench.step_ms(bench.engine(batch_size), batch_size, is_plain=True)
         bench.record("quantised", f"plain B={batch_size}", "16 bit", whole_ms[batch_size])
-    target = _load(bench, name, method)
-    heads = {"16 bit": bench.draft, name: quantised_head(bench.draft, _with_output(method))}
+    target = _load(bench, name)
+    heads = {"16 bit": bench.draft, name: quantised_head(bench.draft, _with_output(name))}
     plain_ms = {}
     for batch_size in BATCHES:
         engine = bench.engine(batch_size, target=target)
@@ -64,7 +60,7 @@ def _with_output(method: str) -> dict[str, str]:
     return {"dense": method, "lm_head": method}
 
 
-def _load(bench: Bench, name: str, method: str) -> nn.Module:
+def _load(bench: Bench, name: str) -> nn.Module:
     """Returns the quantised target; records what loading takes."""
     device, is_measured = bench.device, bench.device.type == "cuda"
     if is_measured:
@@ -73,7 +69,7 @@ def _load(bench: Bench, name: str, method: str) -> nn.Module:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
     start_s = time.perf_counter()
-    target = quantised_target(bench.shape, device, bench.dtype, method, max_position_embeddings=bench.max_length)
+    target = quantised_target(bench.shape, device, bench.dtype, name, max_position_embeddings=bench.max_length)
     numbers = {"weights_gib": weight_bytes(target) / 2**30}
     if is_measured:
         torch.cuda.synchronize(device)

@@ -134,7 +134,7 @@ def test_memory_while_loading(plain, method, monkeypatch):
     [
         (
             "w3",
-            "load_target: quantize must be None, one of wint4, wint8, block_wise_fp8, fp8, or a dict of these ",
+            "load_target: quantize must be None, one of wint4, wint8, block_wise_fp8, fp8, w4a16, w8a16, or a dict ",
         ),
         ("", "quantize must be None, one of"),
         (4, "got 4"),
@@ -198,16 +198,19 @@ def test_config_says_how_models_are_loaded():
         load_draft(draft, loaded), load_target(target, quantize="wint8"), EAGLEConfig(quantize="wint8")
     )
     assert own.config.quantize == "wint8"
+    same = own.generate([1, 2], 2, quantize="W8A16").output_ids  # another name of it
+    assert same == own.generate([1, 2], 2).output_ids
 
 
 def test_command_line(capsys, tmp_path):
     (tmp_path / "prompts.txt").write_text("def f(\n")
     prompt = ["generate", "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "4", "--device", "cpu"]
-    assert main([*prompt, "--quantize", "wint8", "--draft-quantize", "dense=wint4,lm_head=wint8"]) == 0
+    for name, parts in (("wint8", "dense=wint4,lm_head=wint8"), ("w4a16", "dense=w4a16,lm_head=w8a16")):
+        assert main([*prompt, "--quantize", name, "--draft-quantize", parts]) == 0
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main([*prompt, "--quantize", "moe=wint4"])
-    assert "--quantize: must be one of wint4, wint8, block_wise_fp8, fp8, or a dict" in capsys.readouterr().err
+    assert "--quantize: must be one of wint4, wint8, block_wise_fp8, fp8, w4a16, " in capsys.readouterr().err
 
 
 def test_dtype_where_none_is_named(plain, tmp_path, monkeypatch):

@@ -117,7 +117,7 @@ class EAGLEConfig(DraftingOptions):
             are few, four at most, or of which one long prompt makes at most 256 rows each; otherwise whole prompts by
             themselves. Targets without `last_rows` read prompts between steps, with a limit 64 or more tokens at once.
         How weights are loaded.
-        quantize, draft_quantize: How `from_pretrained` quantises linears of target and draft: "wint4", "wint8", "fp8",
+        quantize, draft_quantize: How `from_pretrained` quantises linears: "wint4" ("w4a16"), "wint8" ("w8a16"), "fp8",
             "block_wise_fp8", or a dict of these for "dense", "experts" and "lm_head" (else 16 bit). None: not at all.
         How steps run.
         deterministic: Whether the bits of a step's logits depend only on a request's prompt, output and prefill_chunk.

@@ -91,7 +91,8 @@ _METHODS: dict[str, tuple[str, int, Callable[[Tensor], Packed]]] = {
     "block_wise_fp8": ("linear_fp8", 8, _block_wise_fp8),
     "fp8": ("linear_fp8", 8, _fp8),
 }
-METHODS = tuple(_METHODS)
+_SYNONYMS = {"w4a16": "wint4", "w8a16": "wint8"}  # vLLM's and SGLang's words
+METHODS = (*_METHODS, *_SYNONYMS)
 
 
 def read_quantize(argument: str, value: Any) -> dict[str, str] | None:
@@ -105,7 +106,7 @@ def read_quantize(argument: str, value: Any) -> dict[str, str] | None:
     if not (is_table and all(isinstance(name, str) and name.lower() in METHODS for name in parts.values())):
         rule = f"be None, one of {', '.join(METHODS)}, or a dict of these under {', '.join(PARTS)}"
         raise ValueError(f"{argument} must {rule}, got {shown(value)}")
-    return {part: name.lower() for part, name in parts.items()}
+    return {part: _SYNONYMS.get(name.lower(), name.lower()) for part, name in parts.items()}
 
 
 def quantise_at_load(stored: Quantisation | None, chosen: Mapping[str, str]) -> Quantisation:
