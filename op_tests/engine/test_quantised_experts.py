@@ -17,7 +17,7 @@ from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine.deepseek import write_with_modules
 from op_tests.engine.families import CASES, write_target
-from op_tests.engine.heads import edit_config
+from op_tests.engine.heads import edit_config, edit_tensors
 from op_tests.engine.quantised import writers
 
 pytest.importorskip("transformers")
@@ -197,13 +197,14 @@ def test_what_does_not_fit_is_named(tmp_path, monkeypatch):
     edit_config(order, quantization_config=form.section | {"desc_act": False})  # against what the tensors hold
     with pytest.raises(ModelError, match=r"an order of activations \(g_idx\) is not implemented for experts"):
         load_target(order)
-    tensors = load_file(order / "model.safetensors")
     oss = write_plain("gpt oss", tmp_path / "oss")
     with pytest.raises(ModelError, match="quantising experts whose tensors hold all of them is not implemented"):
         load_target(oss, quantize="wint4")
-    lost = write_mxfp4(oss, tmp_path / "lost")
-    tensors = load_file(lost / "model.safetensors")
-    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
-    save_file(tensors, lost / "model.safetensors")
-    with pytest.raises(ModelError, match="missing tensors: model.layers.1.mlp.experts.down_proj_scales"):
-        load_target(lost)
+    lost, name = write_mxfp4(oss, tmp_path / "lost"), "model.layers.1.mlp.experts.down_proj_scales"
+    scales = load_file(lost / "model.safetensors")[name]
+    scales[2, 5, 1] = 255
+    for tensor, told in ((scales, f"tensor {name}: scales in e8m0 must be finite, got 255, which stands for NaN"),
+                         (None, f"missing tensors: {name}")):  # fmt: skip
+        edit_tensors(lost, **{name: tensor})
+        with pytest.raises(ModelError, match=told):
+            load_target(lost)

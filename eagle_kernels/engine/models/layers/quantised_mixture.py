@@ -15,7 +15,7 @@ from .quantised import Layout, Stored
 
 MXFP4 = "mxfp4"
 _FORMATS = {"linear_w4a16": "w4", "linear_w8a16": "w8", "linear_fp8": "fp8", MXFP4: MXFP4}
-_GROUP = 32  # of mxfp4
+_GROUP, _NAN = 32, 255  # of mxfp4: columns to a scale, and the exponent that is no number
 _STRIP, _BLOCK = 16, 128
 _NUMBERS = ("scales", "zeros")
 
@@ -73,6 +73,8 @@ class QuantisedMixture(MixtureOfExperts):
         taken[kind] = tensor
         if not self.settings.projections:
             name = kind.rpartition("_")[0]
+            if kind.endswith("_scales") and bool((tensor == _NAN).any()):
+                raise ModelError(f"scales in e8m0 must be finite, got {_NAN}, which stands for NaN")
             if {f"{name}_blocks", f"{name}_scales"} <= taken.keys():
                 self._take_joined(name.removesuffix("_proj"), taken.pop(f"{name}_blocks"), taken.pop(f"{name}_scales"))
             return
