@@ -162,8 +162,12 @@ def test_weights_that_cannot_be_quantised_are_named(plain, tmp_path):
     with pytest.raises(ModelError, match=f"{name}: weights that are quantised must be finite"):
         load_target(folder, quantize="wint4")
     quantised = Path(__file__).parent / "quantised" / "auto_awq"
-    with pytest.raises(ModelError, match=r"proj: quantize must not name weights that are quantised already \(awq\)"):
-        load_target(quantised, "cpu", torch.float16, quantize="wint4")
+    for chosen, told in (
+        ({"dense": "wint4"}, r"proj: quantize must not name weights that are quantised already \(awq\): a name "),
+        ("wint4", r"or name a part that is in 16 bit: dense layers and experts are quantised already \(awq\)"),
+    ):
+        with pytest.raises(ModelError, match=told):
+            load_target(quantised, "cpu", torch.float16, quantize=chosen)
 
 
 @pytest.mark.parametrize("method", METHODS)

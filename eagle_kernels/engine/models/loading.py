@@ -37,7 +37,7 @@ from .kv_limits import read_kv_limits
 from .parallel_head import ParallelEagleConfig, ParallelEagleHead
 from .protocol import FINAL_NORM, ModelError, TargetModel
 from .quantisation import read_quantisation, without_quantisation
-from .quantised_linears import Quantisation, quantise_linears
+from .quantised_linears import quantise_linears
 from .quantising import quantise_at_load, read_quantize
 from .settings import is_empty, is_off
 from .transformers_target import TransformersTarget
@@ -97,7 +97,7 @@ def load_target(
         if "embed_tokens.weight" in checkpoint.tensors:  # of a model that was saved without its output
             checkpoint.rename(lambda name: name if name.startswith("lm_head.") else f"model.{name}")
         checkpoint.check_layers(content, "num_hidden_layers", "model.layers.")
-        quantisation = _quantisation(folder, content, chosen)
+        quantisation = quantise_at_load(read_quantisation(folder, content), chosen, isinstance(quantize, str))
         config = DecoderConfig.from_dict(without_quantisation(content))
         checkpoint.check_sizes(config)
         both = ("model.embed_tokens.weight", "lm_head.weight")
@@ -123,12 +123,6 @@ def load_target(
         target.pack()
         target.quantize, target.kv_limits = chosen, limits
         return target
-
-
-def _quantisation(folder: Path, config: dict[str, Any], chosen: dict[str, str] | None) -> Quantisation | None:
-    """Returns how the folder's weights are quantised, or how they are to be."""
-    stored = read_quantisation(folder, config)
-    return stored if chosen is None else quantise_at_load(stored, chosen)
 
 
 def _open(folder: Path, of_draft: bool = False) -> tuple[dict[str, Any], Checkpoint, str | None]:
@@ -350,7 +344,7 @@ def read_head(
             seen["counts_from_first"] = form is head_formats.ERNIE_MODULES
         config_class, head_class = _CLASSES[kind]
         told = {name: value for name, value in seen.items() if is_empty(config.get(name))}
-        quantisation = _quantisation(folder, config, chosen)
+        quantisation = quantise_at_load(read_quantisation(folder, config), chosen, isinstance(quantize, str))
         settings = config_class.from_dict(without_quantisation(config) | told)
         if settings.aux_layers == (FINAL_NORM,) and kind in ("EAGLE-3", "P-EAGLE"):
             tensors.pop("fc.weight", None)  # SGLang's class always has one, even if it does not use it

@@ -34,6 +34,7 @@ class Quantisation(NamedTuple):
     plain: Layout  # of those
     is_listed: Callable[[str], bool] = lambda name: False  # whether a module is named as one that stays in 16 bit
     at_load: Callable[[str], Layout | None] | None = None  # how weights in 16 bit are quantised; None: they stay
+    leaves_others: bool = False  # whether weights that are quantised already stay where at_load names them, too
 
 
 def quantise_linears(
@@ -53,16 +54,18 @@ def quantise_linears(
             held.setdefault(around, {})[kind] = tensors[name]
     if quantisation.at_load is not None and all(quantisation.at_load(name) is None for name in held):
         raise ModelError("quantize must name a part that the folder holds, and it holds none of those named")
+    is_any_new = False
     for path, linear in list(module.named_modules()):
         if is_plain_mixture(linear):
-            _quantise_experts(module, path, held, quantisation)
+            is_any_new |= _quantise_experts(module, path, held, quantisation)
         is_tied = getattr(linear, "weight", None) is None and path not in held
         if type(linear) is not Linear or not path or is_tied:
             continue
         layouts = {}
         for projection, ours in _names_of(linear, path):
             stored = held.get(ours, {})
-            layouts[projection] = _layout_of(ours, stored, quantisation)
+            layouts[projection], is_new = _layout_of(ours, stored, quantisation)
+            is_any_new |= is_new
             if linear.bias is None and "bias" in stored and "qweight" in stored:
                 if not read(f"{ours}.bias").any():
                     del tensors[f"{ours}.bias"]
@@ -72,43 +75,48 @@ def quantise_linears(
         with torch.device("meta"):
             made = QuantisedLinear(linear.in_features, outputs, linear.bias is not None, layouts)
         module.get_submodule(path.rpartition(".")[0]).add_module(path.rpartition(".")[2], made)
+    if quantisation.leaves_others and not is_any_new:
+        told = f"dense layers and experts are quantised already ({quantisation.name})"
+        raise ModelError(f"quantize must be None, or name a part that is in 16 bit: {told}")
 
 
-def _layout_of(ours: str, stored: dict[str, Any], quantisation: Quantisation) -> Layout:
-    """Returns the layout of a weight of this name; stored: headers of its tensors."""
+def _layout_of(ours: str, stored: dict[str, Any], quantisation: Quantisation) -> tuple[Layout, bool]:
+    """Returns the layout of a weight of this name, and whether it is quantised at loading; stored: headers of its
+    tensors."""
     theirs = next((each.name.rpartition(".")[0] for each in stored.values()), ours)
     is_plain = "weight" in stored and stored["weight"].dtype in _FLOATS
     is_packed = bool(stored.keys() & {"weight", "qweight", "weight_packed"})
     stays = is_plain or (quantisation.is_listed(theirs) and not is_packed)
     layout = None if stays else quantisation.layout_of(theirs)
     chosen = None if quantisation.at_load is None else quantisation.at_load(theirs)
-    if layout is not None and chosen is not None:
-        raise ModelError(f"{ours}: quantize must not name weights that are quantised already ({quantisation.name})")
-    return layout or chosen or quantisation.plain
+    if layout is not None and chosen is not None and not quantisation.leaves_others:
+        way = "dense=wint4, for one," if ".experts" in theirs else "a name without a part"
+        rule = f"must not name weights that are quantised already ({quantisation.name}): {way} leaves them as they are"
+        raise ModelError(f"{ours}: quantize {rule}")
+    return layout or chosen or quantisation.plain, layout is None and chosen is not None
 
 
 def _quantise_experts(
     module: nn.Module, path: str, held: dict[str, dict[str, Any]], quantisation: Quantisation
-) -> None:  # fmt: skip
-    """Replaces a layer of experts whose weights are quantised, all in one format."""
+) -> bool:  # fmt: skip
+    """Replaces a layer of experts whose weights are quantised, all in one format; returns whether at loading."""
     mixture = module.get_submodule(path)
-    layouts = {
-        name: _layout_of(name, held.get(name, {}), quantisation) for name in mixture.names_of_weights(path).values()
-    }
-    if len({layout.op for layout in layouts.values()}) > 1:
-        told = ", ".join(sorted({layout.op for layout in layouts.values()}))
+    names = [*mixture.names_of_weights(path).values()]
+    found = [_layout_of(name, held.get(name, {}), quantisation) for name in names]
+    if len({(layout.op, is_new) for layout, is_new in found}) > 1:
+        told = ", ".join(sorted({layout.op + " at loading" * is_new for layout, is_new in found}))
         raise ModelError(f"{path}: experts of several formats in one layer ({told}) are not implemented")
-    name, layout = next(iter(layouts.items()))
+    name, (layout, is_new) = names[0], found[0]
     if layout.ordered_by:
         raise ModelError(f"{path}: {layout.ordered_by} is not implemented for experts (only groups of neighbours)")
-    is_chosen = quantisation.at_load is not None and quantisation.at_load(name) is not None
-    if is_chosen and not mixture.settings.projections:
+    if is_new and not mixture.settings.projections:
         raise ModelError(f"{path}: quantising experts whose tensors hold all of them is not implemented")
     if layout.op == PLAIN or not (mixture.settings.projections or held.get(name, {}).keys() & {"gate_up_proj_blocks"}):
-        return
+        return is_new
     with torch.device("meta"):
         made = QuantisedMixture(mixture, layout, path)
     module.get_submodule(path.rpartition(".")[0]).add_module(path.rpartition(".")[2], made)
+    return is_new
 
 
 def _names_of(linear: Linear, path: str) -> Iterator[tuple[str, str]]:

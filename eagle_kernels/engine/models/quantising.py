@@ -109,9 +109,13 @@ def read_quantize(argument: str, value: Any) -> dict[str, str] | None:
     return {part: _SYNONYMS.get(name.lower(), name.lower()) for part, name in parts.items()}
 
 
-def quantise_at_load(stored: Quantisation | None, chosen: Mapping[str, str]) -> Quantisation:
+def quantise_at_load(
+    stored: Quantisation | None, chosen: Mapping[str, str] | None, leaves_others: bool = False
+) -> Quantisation | None:  # fmt: skip
     """Returns how a folder's weights are quantised if those that it has in 16 bit are, as `read_quantize` tells it.
-    stored: how its others are."""
+    stored: how its others are. leaves_others: whether these may be named, too, as by a name alone, and stay."""
+    if chosen is None:
+        return stored
     layouts = {part: _layout_of(*_METHODS[name]) for part, name in chosen.items()}
 
     def layout_of(name: str) -> Layout | None:
@@ -121,7 +125,7 @@ def quantise_at_load(stored: Quantisation | None, chosen: Mapping[str, str]) -> 
         return layouts.get("lm_head" if last == "lm_head" else "experts" if ".experts" in name else "dense")
 
     stored = stored or Quantisation("", lambda name: None, LAYOUTS["16 bit"]())
-    return stored._replace(at_load=layout_of)
+    return stored._replace(at_load=layout_of, leaves_others=leaves_others)
 
 
 def _layout_of(op: str, bits: int, quantise: Callable[[Tensor], Packed]) -> Layout:
