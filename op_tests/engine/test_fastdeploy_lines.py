@@ -10,6 +10,7 @@ from eagle_kernels.engine.config.drafting_options import METHODS
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.serve import session
 from eagle_kernels.tools.cli.main import main
+from op_tests.engine import deepseek
 from op_tests.engine.engines import write_with_modules
 from op_tests.engine.toys import LetterTokenizer
 
@@ -75,6 +76,17 @@ def test_the_command_line_takes_them(name, folder, capsys, monkeypatch):
     assert main(["generate", "abcabcabc", "--max-new-tokens", "8", "--compare", "--json", *line]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["identical"] is (None if name == "accept all" else True)
+
+
+def test_its_mixed_form_sets_experts_apart(tmp_path):
+    """An object of `quantization`, as its class MixQuantConfig reads it."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    deepseek.write_with_modules(tmp_path, 1, "Glm4Moe", **sizes)
+    mixed = {"quantization": "mix_quant", "dense_quant_type": "wint8", "moe_quant_type": "wint4"}
+    fields = {"method": "mtp", "num_speculative_tokens": 1, "quantization": mixed}
+    layer = EAGLEInference.from_pretrained(None, tmp_path, fields, device="cpu").draft.mtp_layers[0]
+    assert layer.mlp.layout.op == "linear_w4a16"
+    assert {each.op for each in layer.self_attn.o_proj.layouts.values()} == {"linear_w8a16"}
 
 
 def test_every_method_and_strategy_of_its_lists_is_one_of_ours():

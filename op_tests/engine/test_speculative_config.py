@@ -10,6 +10,7 @@ from eagle_kernels import EAGLEConfig
 from eagle_kernels.engine.config.speculative_config import FIELDS
 from op_tests.engine.hostile import refused
 
+MIXED = {"quantization": "mix_quant", "dense_quant_type": "wint8", "moe_quant_type": "wint4"}
 READ = [
     ({"method": "ngram", "num_speculative_tokens": 5, "max_ngram_size": 4, "min_ngram_size": 1},
      EAGLEConfig.chain(5, method="ngram", max_ngram_size=4, min_ngram_size=1)),
@@ -73,6 +74,8 @@ READ = [
       "enable_draft_logprob": False, "model": None, "benchmark_mode": False},
      EAGLEConfig.chain(1, method="ngram")),
     ({"method": "mtp", "quantization": "WINT4"}, EAGLEConfig.chain(1, method="mtp", draft_quantize="WINT4")),
+    ({"method": "mtp", "quantization": MIXED | {"kv_cache_quant_type": None, "is_quantized": False}},
+     EAGLEConfig.chain(1, method="mtp", draft_quantize={"dense": "wint8", "experts": "wint4"})),
 ]  # fmt: skip
 
 
@@ -102,6 +105,13 @@ REFUSED = [
      "model must be absent here: EAGLEInference.from_pretrained(None, target, fields) "),
     ({"method": "ngram", "quantization": "fp8"}, "quantization must be None or absent for method='ngram', which "),
     ({"method": "mtp", "quantization": "w3"}, "EAGLEConfig: draft_quantize must be None, one of wint4, "),
+    ({"method": "mtp", "quantization": MIXED | {"moe_quant_type": "w4a8"}}, "EAGLEConfig: draft_quantize must be "),
+    ({"method": "mtp", "quantization": MIXED | {"moe_quant_type": None}},
+     "quantization must be a name, or have dense_quant_type and moe_quant_type beside 'mix_quant' alone, got "),
+    ({"method": "mtp", "quantization": MIXED | {"quantization": "wint4"}}, "beside 'mix_quant' alone"),
+    ({"method": "mtp", "quantization": MIXED | {"is_channel_wise": True}}, "beside 'mix_quant' alone"),
+    ({"method": "mtp", "quantization": MIXED | {"kv_cache_quant_type": "float8_e4m3"}},
+     "quantization must have no kv_cache_quant_type: the draft's keys and values keep its dtype, "),
     ({"method": "ngram", "num_gpu_block_expand_ratio": 2.0}, "num_gpu_block_expand_ratio must be 1.0 or absent"),
     ({"method": "ngram", "enf_gen_phase_tag": True}, "enf_gen_phase_tag must be False or absent"),
     ({"method": "ngram", "mtp_strategy": "with_ngram"}, "mtp_strategy must be 'default' for method='ngram'"),

@@ -75,7 +75,7 @@ def read_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
     method = _method(given)
     fields = {"method": method} | _sizes(given, method) | {name: given[name] for name in _SAME if name in given}
     if given.get("quantization") is not None:
-        fields["draft_quantize"] = given["quantization"]
+        fields["draft_quantize"] = _quantization(given["quantization"])
     for name, ours in _NAMES.items():
         if name in given and not agree(fields.setdefault(ours, given[name]), given[name]):
             _fail(name, f"agree with {ours} = {shown(fields[ours])}, since both mean the same", given[name])
@@ -94,6 +94,20 @@ def read_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
     if is_benchmark and not is_word(fields.setdefault("accept_policy", "reject_all"), "reject_all"):
         _fail("benchmark_mode", "come with no accept_policy but 'reject_all', which it means", fields["accept_policy"])
     return fields
+
+
+def _quantization(value: Any) -> Any:
+    """Returns what `draft_quantize` takes: of FastDeploy's mixed form (its MixQuantConfig) the names of the parts."""
+    if not (isinstance(value, Mapping) and "quantization" in value):
+        return value
+    if value.get("kv_cache_quant_type") is not None:
+        rule = "have no kv_cache_quant_type: the draft's keys and values keep its dtype, kv_cache_dtype is the target's"
+        _fail("quantization", rule, value["kv_cache_quant_type"])
+    types = {"dense": "dense_quant_type", "experts": "moe_quant_type"}
+    said = {name for name in value if value[name] not in (None, False)}
+    if said != {"quantization", *types.values()} or not is_word(value["quantization"], "mix_quant"):
+        _fail("quantization", f"be a name, or have {' and '.join(types.values())} beside 'mix_quant' alone", value)
+    return {part: value[name] for part, name in types.items()}
 
 
 def check_fields_are_read(given: Mapping[str, Any], made: DraftingOptions) -> None:
