@@ -100,6 +100,17 @@ def test_files_of_libraries(name, dtype, logits_in):
     assert kinds == (["Weights", "Linear", "Weights"] if dtype == torch.bfloat16 else ["Weights"])
 
 
+@pytest.mark.parametrize("name", ["auto_gptq", "auto_awq"])
+def test_form_of_auto_round_has_the_tensors_of_others(name, tmp_path):
+    kept = {"lm_head": {"bits": 16, "data_type": "float"}, "model.layers.0.mlp.up_proj": {"bits": 4, "sym": True}}
+    section = {"quant_method": "auto-round", "packing_format": f"auto_round:{name}", "bits": 4, "group_size": 32,
+               "sym": True, "data_type": "int", "autoround_version": "0.14.2", "extra_config": kept}  # fmt: skip
+    folder = shutil.copytree(OF_LIBRARY / name, tmp_path / name)
+    edit_config(folder, quantization_config=section)
+    logits = [logits_of(load_target(each, "cpu", torch.float16)) for each in (folder, OF_LIBRARY / name)]
+    assert torch.equal(*logits)
+
+
 def test_outputs_that_are_skipped_or_not_joined(tmp_path):
     plain = write_plain(tmp_path / "plain", "qwen2")
     write_quantised(FORMATS["awq"], plain, tmp_path / "quantised", LISTED)
@@ -315,6 +326,7 @@ def compressed(**weights):
 
 
 AWQ, GPTQ, FP8 = (FORMATS[name].section for name in ("awq", "gptq", "fp8 blocks"))
+AUTO = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32}
 REFUSED = [
     ("awq", "quantization_config must be an object, got 'awq'"),
     ({"bits": 4}, "quantization_config.quant_method=None is not implemented (only awq, gptq, "),
@@ -333,6 +345,11 @@ REFUSED = [
     (GPTQ | {"is_marlin_format": True}, "is_marlin_format=True is not implemented"),
     (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic: '+:.*down.*': {'bits': 8} is not implemented"),
     (GPTQ | {"dynamic": {"-:(": {}}}, "dynamic: '(' is no regular expression: "),
+    (AUTO, "down_proj.qweight has shape [160, 8], but config.json says [20, 64]"),
+    (AUTO | {"packing_format": "auto_round:llm_compressor"}, "packing_format='auto_round:llm_compressor' is not impl"),
+    (AUTO | {"packing_format": None}, "packing_format=None is not implemented (only auto_round:auto_gptq, auto_round:"),
+    (AUTO | {"data_type": "mx_fp"}, "quantization_config.data_type='mx_fp' is not implemented (only 'int')"),
+    (AUTO | {"extra_config": {"a.b": {"bits": 8}}}, "extra_config.a.b.bits=8 is not implemented (only 4, or bits=16)"),
     (FP8, "missing tensors: model.layers.0.mlp.down_proj.weight, "),
     (FP8 | {"weight_block_size": [64, 64]}, "weight_block_size=[64, 64] is not implemented (only [128, 128])"),
     (FP8 | {"fmt": "e5m2"}, "fmt='e5m2' is not implemented"),

@@ -248,6 +248,21 @@ def _read_gptq(section: _Section) -> Quantisation:
     return made._replace(is_listed=is_listed)
 
 
+def _read_auto_round(section: _Section) -> Quantisation:
+    # auto-round, export/export_to_autoround/export.py: tensors of GPTQ's first version, or of AWQ's gemm
+    section.one_of("data_type", "int")
+    form = section.one_of("packing_format", "auto_round:auto_gptq", "auto_round:auto_awq")
+    if is_empty(section.values.get("packing_format")):
+        section.refuse("packing_format", "auto_round:auto_gptq, auto_round:auto_awq")
+    layers = section.inside("extra_config")
+    for layer in [] if layers is None else filter(None, map(layers.inside, layers.values)):
+        for name in ("bits", "group_size", "data_type"):
+            whole = section.values.get(name)
+            if layer.values.get("bits") != 16 and layer.values.get(name, whole) != whole:
+                layer.refuse(name, f"{shown(whole)}, or bits=16")
+    return (_read_gptq if form.endswith("gptq") else _read_awq)(section)
+
+
 def _read_fp8(section: _Section) -> Quantisation:
     section.one_of("fmt", "e4m3", "float8_e4m3fn")
     section.one_of("activation_scheme", "dynamic", "static")
@@ -343,6 +358,7 @@ def _read_mxfp4(section: _Section) -> Quantisation:
 _READERS: dict[str, Callable[[_Section], Quantisation]] = {
     "awq": _read_awq,
     "gptq": _read_gptq,
+    "auto-round": _read_auto_round,
     "compressed-tensors": _read_compressed,
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fbgemm,
