@@ -181,10 +181,34 @@ def test_embedded_pair_quantised(method):
     prompt = "import os\n\ndef walk("
     results = [engine.generate(engine.tokenizer.encode(prompt), 12, speculative=kind) for kind in (True, False)]
     assert results[0].output_ids == results[1].output_ids
-    if method != "wint4":
-        assert results[0].stats.mean_accept_length > 1.5
+    assert results[0].stats.mean_accept_length > 1.5
     with pytest.raises(ValueError, match="quantize must be None, or that of the loaded model"):
         engine.generate([1, 2], 2, quantize="fp8" if method == "wint8" else "wint8")
+
+
+PROMPTS = ("import os\n\ndef walk(", "class Node:\n    def __init__(self", "def f(x):\n    return ",
+           "for name in sorted(", "if __name__ == ", "    def test_")  # fmt: skip
+
+
+def accept_length(quantize: str | None, draft_quantize: str | None) -> float:
+    """The mean number of tokens of a step of the embedded pair, over more than 250 tokens."""
+    config = EAGLEConfig(topk=2, num_steps=3, quantize=quantize, draft_quantize=draft_quantize)
+    target, draft = demo_pair()
+    engine = EAGLEInference.from_pretrained(draft, target, config, device="cpu")
+    return engine.generate([engine.tokenizer.encode(prompt) for prompt in PROMPTS], 48).stats.mean_accept_length
+
+
+@pytest.fixture(scope="module")
+def plain_length() -> float:
+    return accept_length(None, None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_acceptance_of_the_embedded_pair_is_that_of_16_bit(method, plain_length):
+    """With the output in 16 bit. Measured of 3.54: drafts 0.988 to 1.000, pairs, whose texts are others, 1.005 to
+    1.051; with negative weights lost 0.28 and 1.13, in three levels 0.42 and 0.36, at half their size 0.55 and 0.91."""
+    assert accept_length(None, method) == pytest.approx(plain_length, rel=0.03)
+    assert accept_length(method, method) == pytest.approx(plain_length, rel=0.08)
 
 
 def test_config_says_how_models_are_loaded():
