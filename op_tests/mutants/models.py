@@ -181,7 +181,7 @@ MUTANTS = [
     bug("keys that are stored without their bias", _MODELS + "layers/linear.py",
         "None if bias is None else bias[skipped:]", "None",
         "op_tests/engine/test_layers.py::test_a_head_stores_the_keys_and_values_that_it_attends_to"),
-    bug("zero points of a GPTQ checkpoint's first version, not less one", _MODELS + "quantisation.py",
+    bug("zero points of a GPTQ checkpoint's first version, not less one", _MODELS + "quantised_layouts.py",
         "bits=bits, is_v2=is_v2", "bits=bits, is_v2=True",
         "op_tests/engine/test_quantised_models.py::test_weights_are_those_that_they_stand_for[all-gptq]"),
     bug("biases of parts that are those of the first", _MODELS + "layers/quantised.py",

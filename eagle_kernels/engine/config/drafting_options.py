@@ -70,6 +70,12 @@ class DraftingOptions(Validated):
         return any(method in MODEL_METHODS for method in self.methods)
 
     @property
+    def has_default_tree(self) -> bool:
+        """Whether no other tree than the default one is asked for."""
+        asked = ("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens", "num_model_steps")
+        return all(getattr(self, name) == getattr(DraftingOptions, name) for name in asked)
+
+    @property
     def num_verify_tokens(self) -> int:
         """Nodes verified a step, root included: `num_draft_tokens`, or its default for this tree."""
         if self.num_draft_tokens is None:

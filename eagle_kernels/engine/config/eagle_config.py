@@ -22,8 +22,6 @@ from .speculative_config import FIELDS, add_fields, check_fields_are_read, read_
 _CHAINS, _TREE_MEANS, _SMALLER_TREES = ((1, 1, 2), (1, 3, 4)), (8, 16), ((4, 3, 8), (4, 4, 16))
 _TOKENS: Rule = ("be None or a tuple of token ids", lambda ids: all(map(is_int64, ids)))
 _PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
-# the fields that ask for a tree
-_TREE_FIELDS = ("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens", "num_model_steps")
 _SIMULATED = ("simulated_accept_length", "simulated_accept_lengths", "simulated_accept_rates")
 
 
@@ -247,11 +245,6 @@ class EAGLEConfig(DraftingOptions):
         is_free = self.has_default_tree and self.adaptive is None and self.accept_policy == "normal"
         is_free &= device.type == "cuda" and self._has_probs and self.verify_strategy in ("greedy", "target_match")
         return replace(self, adaptive="auto") if is_free else self
-
-    @property
-    def has_default_tree(self) -> bool:
-        """Tells whether no other tree than the default one is asked for."""
-        return all(getattr(self, name) == getattr(EAGLEConfig, name) for name in _TREE_FIELDS)
 
     @property
     def trees(self) -> tuple[tuple[int | None, EAGLEConfig | None], ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...ops.linear.shared.repack import Packed, from_fp8, from_int8, pack_columns, pair_groups
 from ...runtime.values import shown
 from .layers.quantised import Layout, Stored
-from .quantisation import LAYOUTS
+from .quantised_layouts import LAYOUTS
 from .quantised_linears import Quantisation
 
 _FLOATS = "F16 BF16 F32"
