@@ -195,7 +195,7 @@ def test_models_that_do_not_fit_are_named(target):
         EAGLEInference(other, target)
     small = random_llama(vocab_size=8)
     with pytest.raises(ValueError, match="topk must be smaller than the draft vocabulary of 8 tokens, got 8"):
-        EAGLEInference(small, small, EAGLEConfig(topk=8))
+        EAGLEInference(small, small, EAGLEConfig(topk=8, num_steps=2))
     engine = EAGLEInference(small, small, EAGLEConfig(topk=4))
     with pytest.raises(ValueError, match="topk must be smaller than the draft vocabulary of 8 tokens, got 9"):
         engine.generate([1], 2, topk=9)

@@ -10,7 +10,6 @@ import torch
 
 from eagle_kernels.integrations.shared.hooks import resolve
 from eagle_kernels.integrations.vllm import guards, hooks, parts, register
-from eagle_kernels.integrations.vllm.tree_drafting import init_speculator
 from eagle_kernels.integrations.vllm.trees import OPTION, TreeShape, preset, shape_of
 from op_tests.integrations import vllm_stub as stub
 
@@ -70,7 +69,9 @@ def test_without_it_drafts_are_chains(changes):
     config = configuration(**changes)
     assert shape_of(config) is None and guards.refusals(config) == []
     made = object()
-    assert init_speculator(lambda *given: made, config, "device") is made
+    with stub.vllm("0.26"):
+        drafting = importlib.import_module("eagle_kernels.integrations.vllm.tree_drafting")
+        assert drafting.init_speculator(lambda *given: made, config, "device") is made
 
 
 @pytest.mark.parametrize("name", ["eagle_kernel", "eagle-kernels"])
@@ -180,8 +181,10 @@ def test_too_few_tokens_for_the_beams_are_refused():
         def __init__(self, config, device):
             self.max_num_reqs, self.max_num_tokens = 65, 256
 
-    with pytest.raises(ValueError, match=r"at least --max-num-seqs \* topk = 260 for trees, got 256"):
-        init_speculator(Speculator, configuration(), torch.device("cpu"))
+    with stub.vllm("0.26"):
+        drafting = importlib.import_module("eagle_kernels.integrations.vllm.tree_drafting")
+        with pytest.raises(ValueError, match=r"at least --max-num-seqs \* topk = 260 for trees, got 256"):
+            drafting.init_speculator(Speculator, configuration(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
