@@ -90,6 +90,7 @@ def fit_trees(config: EAGLEConfig, drafts: Sequence[DraftModel]) -> list[EAGLECo
 
 
 def fit_tree(config: EAGLEConfig, draft: DraftModel) -> EAGLEConfig:
+    """Returns the configuration with its tree as far as one draft can draft it."""
     num_modules = getattr(draft, "num_modules", 1)
     most_levels = getattr(draft, "block_length", getattr(draft, "max_levels", config.num_steps))
     if num_modules > 1:
