@@ -9,6 +9,7 @@ pictures. `--experiment FILE --output DIR` makes nothing but the page and the pi
 """
 
 import argparse
+import inspect
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -169,8 +170,8 @@ def newest_rows(file: Path, cases: Iterable[Case]) -> list[tuple[Case, Row]]:
 def _case_tables(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> list[str]:
     parts = []
     for benchmark, rows in sections:
-        others = [name for name in benchmark.all_providers(with_peers=True) if name != OURS]
-        others = [name for name in others if any(name in row for _, row in rows)]
+        providers = benchmark.all_providers(with_peers=True)
+        others = [name for name in providers if name != OURS and any(name in row for _, row in rows)]
         has_floor = benchmark.floor is not None and any("floor_us" in row[OURS] for _, row in rows)
         header = ["case", "commit", "graph", "cold", "eager", "raw", "public", "of copy"]
         table = [header + ["floor", "of floor"] * has_floor + others]
@@ -189,7 +190,10 @@ def _case_tables(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> li
             bandwidth, fixed_us = benchmark.floor
             products = ", or the products at the speed of a large one if that is longer" * bool(benchmark.count_flops)
             heading += f"\n\nFloor: the bytes at the bandwidth of a large {bandwidth}{products}, and {fixed_us:g} µs."
-        parts += [heading, markdown(table)]
+        told = {name: inspect.getdoc(providers[name]) or "" for name in others}
+        first = {name: " ".join(text.split("\n\n")[0].split()) for name, text in told.items()}
+        what = " ".join(f"*{name}*: {text}" for name, text in first.items() if text)
+        parts += [heading, *filter(None, [what]), markdown(table)]
     return parts
 
 

@@ -23,7 +23,7 @@ def gqa_decode(values: dict) -> Run:
 
 
 def tree_attention(values: dict) -> Run:
-    """Prefill with a custom mask over the prefix and the tree, planned once as above."""
+    """Prefill with a custom mask over the prefix and the tree, planned once outside of the timed call."""
     flashinfer = _flashinfer(values["query"])
     query, k_cache, v_cache = values["query"], values["k_cache"], values["v_cache"]
     batch_size, num_nodes, num_heads, head_dim = query.shape
@@ -41,7 +41,7 @@ def tree_attention(values: dict) -> Run:
 
 
 def prefill_attention(values: dict) -> Run:
-    """Causal, over contiguous keys or pages, planned once as above."""
+    """Causal, over contiguous keys or pages, planned once outside of the timed call."""
     flashinfer = _flashinfer(values["query"])
     query, qo_indptr = values["query"], values["qo_indptr"]
     options = {"causal": True, "q_data_type": query.dtype, "kv_data_type": query.dtype}

@@ -46,7 +46,7 @@ def verify_tree_coins_bare(values: dict) -> Run:
 
 
 def verify_tree_sampled(values: dict) -> Run:
-    """What a server runs from logits on: torch's softmax, FlashInfer's filters, this walk; see sglang_caller."""
+    """What a server runs from logits on: torch's softmax, FlashInfer's filters, this walk (`sglang_caller.py`)."""
     op = _ops().tree_speculative_sampling_target_only
     is_filtered = values.get("top_k") is not None or values.get("top_p") is not None
     return sglang_caller.verify_tree_sampled(values, op, *(flashinfer.renorms(values) if is_filtered else ()))

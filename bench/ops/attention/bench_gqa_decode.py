@@ -120,7 +120,7 @@ def count_bytes(shape, page_size, heads, kind, spread, layout):
 
 
 def prepare_planned(values):
-    """What a peer has that plans outside of the timed call, FlashAttention 3 for one."""
+    """Ours, planned outside of the timed call, as FlashAttention 3 is."""
     if values.get("deterministic"):
         raise Unavailable("positions alone decide how keys are shared")
     return planned(gqa_decode, values, 0)

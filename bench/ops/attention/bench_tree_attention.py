@@ -95,7 +95,7 @@ def count_bytes(shape, page_size, heads, spread, drafts):
 
 
 def prepare_planned(values):
-    """What a peer has that plans outside of the timed call, FlashAttention 3 for one."""
+    """Ours, planned outside of the timed call, as FlashAttention 3 is."""
     return planned(tree_attention, values, values["num_draft_keys"])
 
 

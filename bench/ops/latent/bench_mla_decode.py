@@ -69,7 +69,7 @@ def count_flops(shape, page_size, heads, kind, spread):
 
 
 def prepare_planned(values):
-    """What a peer has that plans outside of the timed call, FlashAttention 3 for one."""
+    """Ours, planned outside of the timed call, as FlashAttention 3 is."""
     if values.get("deterministic"):
         raise Unavailable("positions alone decide how keys are shared")
     return planned(mla_decode, values, 0)

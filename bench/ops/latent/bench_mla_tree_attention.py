@@ -89,7 +89,7 @@ def count_flops(shape, page_size, heads, kind, spread, drafts):
 
 
 def prepare_planned(values):
-    """What a peer has that plans outside of the timed call, FlashAttention 3 for one."""
+    """Ours, planned outside of the timed call, as FlashAttention 3 is."""
     return planned(mla_tree_attention, values, values["query"].shape[1])
 
 

@@ -49,7 +49,7 @@ def count_bytes(batch_size, vocab_size, num_columns, topk, level):
 
 
 def prepare_pipeline(values):
-    """linear_decode and select_top_k_tokens, as the engine called them before."""
+    """linear_decode and select_top_k_tokens, which the engine calls instead."""
     hidden, weight = values["hidden"], values["weight"]
     rest = {name: values[name] for name in ("scores", "ancestors", "topk", "level") if name in values}
 
