@@ -68,7 +68,7 @@ def check_operation(
 
 def check_close(path: str, values: dict, case: str = "", *, fields: Sequence[str] = ("output",),
                 exact: Sequence[str] = (), rows=...):  # fmt: skip
-    """Runs an op as above; its outputs, `fields`, are near as the reference's own error allows, which float64 shows.
+    """Runs an op as above; its outputs, `fields`, are within twice the reference's own error, which float64 shows.
 
     exact: those that have the reference's bits as well. rows: those that are written. Returns the launcher's outputs.
     """
