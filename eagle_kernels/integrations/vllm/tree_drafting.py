@@ -18,7 +18,7 @@ from ...ops import build_tree_from_scores, cache_addresses, move_accepted_kv, se
 from ...ops.tree.select_top_k_tokens import Output as Beams
 from .grammars import parents_of
 from .parts import SWITCHES, TREES
-from .rows import Rows
+from .rows import Rows, aligned
 from .trees import Level, shape_of
 
 
@@ -138,7 +138,7 @@ class TreeDrafts:
                     calls.append(add(count * self.shape.topk, Level(1, *beams)))
             # by the rows of a tile, and as long as descriptors want
             for longest in {num_nodes + 1, max(num_nodes + 1, 33), min(self.max_num_tokens, self.max_model_len)}:
-                rows = Rows(0, 0, num_nodes, *[no_tokens[:0]] * 4, number[:2], number[1:2].clone())
+                rows = Rows(0, 0, num_nodes, *[no_tokens[:0]] * 4, number[:2], aligned(number[1:2]))
                 calls.append(add(1, SimpleNamespace(
                     eagle_kernels=rows, block_table=table[:1], num_actual_tokens=1, max_query_len=longest
                 )))  # fmt: skip
