@@ -14,7 +14,7 @@ from ..runtime.values import read_flag, shown
 from .benchmark import BenchmarkResult, benchmark
 from .config import pairing
 from .config.eagle_config import EAGLEConfig
-from .config.several_drafts import drafts_by_name, folders_of_drafts, naming_draft
+from .config.several_drafts import drafts_by_name, folders_of_drafts, naming_draft, tell_of_smaller_trees
 from .generation import Generation
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer
@@ -89,6 +89,7 @@ class EAGLEInference(Generation):
             with naming_draft(name, len(given) > 1):
                 pairing.bind_draft(draft, target, allow_larger_draft)
         self.session.check_trees(config)
+        tell_of_smaller_trees(config, drafts, list(given))
         warn_of_eager_steps(target, drafts, config)
         pairing.warn_of_rounding(target)
 

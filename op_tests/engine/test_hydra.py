@@ -174,9 +174,12 @@ def test_folders_that_are_refused(case, tmp_path):
 
 
 @pytest.mark.parametrize("adaptive", [None, "auto"])
-def test_a_tree_that_nobody_asked_for_has_the_levels_that_there_are(adaptive, tmp_path):
+def test_a_tree_that_nobody_asked_for_has_the_levels_that_there_are(adaptive, tmp_path, caplog):
     target, draft = pair(tmp_path, "mlp")
-    engine = EAGLEInference(draft, target, EAGLEConfig(adaptive=adaptive))
+    with caplog.at_level("INFO", logger="eagle_kernels"):
+        engine = EAGLEInference(draft, target, EAGLEConfig(adaptive=adaptive))
+    told = "HydraHeads: it cannot draft topk=8, num_steps=5, and drafts topk=8, num_steps=4"
+    assert [each.message for each in caplog.records].count(told) == 1
     assert_plain_text(engine)
     assert engine.generate([[5, 6]], 4).stats.num_steps <= NUM_HEADS
     assert max(each.num_steps for each in engine.candidates) == NUM_HEADS < EAGLEConfig().num_steps

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from .drafting_options import default_nodes
 from .eagle_config import EAGLEConfig
 
 _ARGUMENT = "EAGLEInference.from_pretrained: draft_model"
+_logger = logging.getLogger(__name__)
 
 
 def folders_of_drafts(given: Any) -> dict[str, Path]:
@@ -87,6 +89,14 @@ def fit_trees(config: EAGLEConfig, drafts: Sequence[DraftModel]) -> list[EAGLECo
     the draft can draft it: no more levels than it has, and a chain if these are next-token modules."""
     is_fitted = len(drafts) > 1 or config.has_default_tree
     return [fit_tree(config, draft) if is_fitted else config for draft in drafts]
+
+
+def tell_of_smaller_trees(config: EAGLEConfig, drafts: Sequence[DraftModel], names: Sequence[str]) -> None:
+    """Logs a line for each draft that has a smaller tree than the configuration."""
+    for name, own in zip(names, fit_trees(config, drafts) if config.needs_model else ()):
+        if own is not config:
+            told = "%s: it cannot draft topk=%d, num_steps=%d, and drafts topk=%d, num_steps=%d"
+            _logger.info(told, brief(name), config.topk, config.num_steps, own.topk, own.num_steps)
 
 
 def fit_tree(config: EAGLEConfig, draft: DraftModel) -> EAGLEConfig:
